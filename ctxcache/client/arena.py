@@ -153,12 +153,12 @@ class _Arenas:
         # All that a server says of it, rights included.
         key = arena.SerializeToString(deterministic=True)
         with self._lock:
-            found = self._known.get(key)
-            if found is not None and found.readable[:_ID_BYTES].tobytes() != arena.arena_id:
-                found = None
-            if found is None and (readable := _map(arena, opened, os.O_RDONLY)) is not None:
-                found = self._known[key] = MappedArena(arena, readable, opened)
-            return found
+            arena_mapped = self._known.get(key)
+            if arena_mapped is not None and arena_mapped.readable[:_ID_BYTES].tobytes() != arena.arena_id:
+                arena_mapped = None
+            if arena_mapped is None and (readable := _map(arena, opened, os.O_RDONLY)) is not None:
+                arena_mapped = self._known[key] = MappedArena(arena, readable, opened)
+            return arena_mapped
 
 
 def _mapped(arena: arena_pb2.Arena, opened: _Open) -> MappedArena | None:
@@ -265,18 +265,18 @@ class SlotLayout:
         """
         if row_capacity == SEGMENT_TOKENS:
             return self
-        found = self._longer.get(row_capacity)
-        if found is None:
+        layout = self._longer.get(row_capacity)
+        if layout is None:
             if not is_segment_length(row_capacity):
                 raise CorruptSegment(segment_id="?", problem=f"no segment has {row_capacity} rows")
-            found = self._longer[row_capacity] = SlotLayout(())
+            layout = self._longer[row_capacity] = SlotLayout(())
             # The first chunk lies behind the header, whose size does not depend on rows.
             at = next((chunk.offset_bytes for chunk in self.chunks.values()), 0)
             for stream, chunk in self.chunks.items():
-                found.chunks[stream] = Chunk(chunk.index, at, chunk.row_bytes)
+                layout.chunks[stream] = Chunk(chunk.index, at, chunk.row_bytes)
                 at += align(row_capacity * chunk.row_bytes)
-            found.streams, found.row_capacity = self.streams, row_capacity
-        return found
+            layout.streams, layout.row_capacity = self.streams, row_capacity
+        return layout
 
     def row_bytes(self, stream: Stream) -> int:
         """Bytes of one row. Raises KeyError(stream)."""
@@ -290,14 +290,14 @@ class SlotLayout:
 
     def end_bytes(self, row_end: int) -> int:
         """How far rows below `row_end` of any stream reach into a slot."""
-        found = self._ends_bytes.get(row_end)
-        if found is None:
+        end = self._ends_bytes.get(row_end)
+        if end is None:
             # Asked for each segment of each lease: there are no more answers than rows in a slot.
             ends = (c.offset_bytes + row_end * c.row_bytes for c in self.chunks.values())
-            found = max(ends, default=0)
+            end = max(ends, default=0)
             if row_end <= self.row_capacity:
-                self._ends_bytes[row_end] = found
-        return found
+                self._ends_bytes[row_end] = end
+        return end
 
 
 def slot_layout(layout: Iterable[ChunkLayout]) -> SlotLayout:

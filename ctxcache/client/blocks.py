@@ -94,13 +94,13 @@ class BlockCalls:
 
     def look_up(self, space: BlockSpace, keys: Sequence[bytes]) -> list[FoundBlock]:
         """The block under each key. Counts as no access. Raises InvalidArgument."""
-        found: list[FoundBlock] = []
+        answers: list[FoundBlock] = []
         for begin in range(0, len(keys), KEYS_PER_CALL):
             request = _lookup(space, keys[begin : begin + KEYS_PER_CALL])
             attachment = self._routes.attach()
             if attachment is None:
                 asked = block_pb2.LookupBlocksRequest.FromString(request)
-                found += _found(self._wire.call(self._wire.blocks.LookupBlocks, asked))
+                answers += _found(self._wire.call(self._wire.blocks.LookupBlocks, asked))
                 continue
             encoded = attachment.stream.ask(_LOOKUP + varint(len(request)) + request)
             # `__wrapped__` is the function without its memory: long answers would fill it, and hardly come
@@ -109,8 +109,8 @@ class BlockCalls:
             answer = read(encoded)
             if isinstance(answer, OperationError):
                 raise attachment.stream.error_of(answer)
-            found += answer
-        return found
+            answers += answer
+        return answers
 
     def look_up_and_hold(
         self, space: BlockSpace, keys: Sequence[bytes], *, ttl_s: float = 60
@@ -252,8 +252,8 @@ class BlockCalls:
             raise InvalidArgument(field="into", problem=f"{len(keys)} expected")
         targets: list[list[PartMemory] | None] = [None] * len(keys)
         if into is not None:
-            targets = [parts_of(one, "into", is_written=True) for one in into]
-        found: list[list[Array] | None] = []
+            targets = [parts_of(parts, "into", is_written=True) for parts in into]
+        blocks: list[list[Array] | None] = []
         most_count = max(PARTS_PER_CALL // max(len(space.parts), 1), 1)
         attachment = self._routes.attach()
         most_bytes = self._most_bytes(attachment)
@@ -262,20 +262,20 @@ class BlockCalls:
         count = 1
         for target in targets[:1]:
             if target is not None:
-                count = max(most_bytes // max(sum(one.nbytes for one in target), 1), 1)
-        while len(found) < len(keys):
-            part = slice(len(found), len(found) + min(count, most_count))
+                count = max(most_bytes // max(sum(parts.nbytes for parts in target), 1), 1)
+        while len(blocks) < len(keys):
+            part = slice(len(blocks), len(blocks) + min(count, most_count))
             if attachment is None:
                 loaded = self._load_by_stream(space, keys[part], targets[part], writing)
             else:
                 loaded = self._load_in_place(
                     space, keys[part], targets[part], attachment, writing, past_dram=past_dram
                 )
-            found += loaded
-            sizes = [sum(array.nbytes for array in one) for one in loaded if one]
+            blocks += loaded
+            sizes = [sum(array.nbytes for array in parts) for parts in loaded if parts]
             # By the largest block seen; while none was found, sizes stay unknown and the steps double.
             count = max(most_bytes // max(sizes), 1) if sizes else 2 * count
-        return found
+        return blocks
 
     def lease(
         self, space: BlockSpace, keys: Sequence[bytes], *, ttl_s: float = 60, outlives_client: bool = False
@@ -358,14 +358,14 @@ class BlockCalls:
         request.leave_on_ssd = past_dram and attachment.arena.ssd_files().is_open
         loaded = self._load_some(request, targets, attachment, writing)
         # Rows that differ are asked for once more, and the server then verifies what it has first.
-        bad = [i for i, one in enumerate(loaded) if one is _BAD]
+        bad = [i for i, block in enumerate(loaded) if block is _BAD]
         if bad:
             some_bad, places_bad = [keys[i] for i in bad], [targets[i] for i in bad]
             request = block_pb2.LeaseBlocksRequest(space=_space(space), keys=some_bad, recheck=True)
             again = self._load_some(request, places_bad, attachment, writing)
-            for i, one in zip(bad, again, strict=True):
-                loaded[i] = one
-        return [None if one is _BAD else one for one in loaded]
+            for i, block in zip(bad, again, strict=True):
+                loaded[i] = block
+        return [None if block is _BAD else block for block in loaded]
 
     def _load_some(
         self,
@@ -438,8 +438,8 @@ class BlockCalls:
 
         def messages() -> Iterator[block_pb2.PutBlocksRequest]:
             yield block_pb2.PutBlocksRequest(header=header)
-            for i, one in enumerate(new):
-                for part, data in zip(numbers, one.data, strict=True):
+            for i, block in enumerate(new):
+                for part, data in zip(numbers, block.data, strict=True):
                     for begin, run in data.runs(MESSAGE_BYTES):
                         message = block_pb2.BlockBytes(
                             block=i,
@@ -450,7 +450,7 @@ class BlockCalls:
                         )
                         yield block_pb2.PutBlocksRequest(bytes=message)
 
-        size_bytes = sum(sum(one.part_bytes) for one in new)
+        size_bytes = sum(sum(block.part_bytes) for block in new)
         with self._wire.errors():
             answer = self._wire.blocks.PutBlocks(
                 messages(), timeout=self._wire.bulk_timeout_s(size_bytes), metadata=trace_metadata()
@@ -708,10 +708,10 @@ def _put_in_place(
     numbers = request.parts
     try:
         rooms = stream.carry_out(Operation(reserve_blocks=request)).reserved_blocks.rooms
-        for one, room in zip(new, rooms, strict=True):
+        for block, room in zip(new, rooms, strict=True):
             if not room.reservation_id:
                 continue
-            for number, begin, data in zip(numbers, room.offset_bytes, one.data, strict=True):
+            for number, begin, data in zip(numbers, room.offset_bytes, block.data, strict=True):
                 checksum = data.copy_in(arena[begin : begin + data.nbytes])
                 commit.reservation_ids.append(room.reservation_id)
                 commit.parts.append(number)
@@ -744,23 +744,23 @@ def _received(
     if first is None or not first.HasField("header"):
         raise CacheError("the read does not start with a header")
     # The list is made of the sizes in the header, so the bytes that come later are put where they belong.
-    found: list[list[Bytes] | None] = []
+    blocks: list[list[Bytes] | None] = []
     for sizes, target in zip(first.header.blocks, targets, strict=True):
         if target is not None and sizes.part_bytes:
             check_sizes(target, sizes.part_bytes)
-        found.append([np.empty(size_bytes, np.uint8) for size_bytes in sizes.part_bytes] or None)
+        blocks.append([np.empty(size_bytes, np.uint8) for size_bytes in sizes.part_bytes] or None)
     for message in messages:
         given = message.bytes
         if wire_checksum(given.data) != given.checksum:
             raise ChecksumMismatch(field=f"block {given.block}, part {given.part}")
-        parts = found[given.block]
+        parts = blocks[given.block]
         # A part of a block that is not there has no place.
         if parts is not None:
             end = given.begin_bytes + len(given.data)
             parts[given.part][given.begin_bytes : end] = np.frombuffer(given.data, np.uint8)
     return [
         None if parts is None else _put_into(target, parts, writing)
-        for parts, target in zip(found, targets, strict=True)
+        for parts, target in zip(blocks, targets, strict=True)
     ]
 
 
@@ -795,12 +795,12 @@ def _by_size(new: Sequence[_New], part_count: int, most_bytes: int) -> Iterator[
     """Blocks in the order given, as many at a time as one call takes."""
     some: list[_New] = []
     size_bytes = 0
-    for one in new:
-        own_bytes = sum(one.part_bytes)
+    for block in new:
+        own_bytes = sum(block.part_bytes)
         if some and (size_bytes + own_bytes > most_bytes or (len(some) + 1) * part_count > PARTS_PER_CALL):
             yield some
             some, size_bytes = [], 0
-        some.append(one)
+        some.append(block)
         size_bytes += own_bytes
     if some:
         yield some

@@ -83,10 +83,10 @@ def probe_from_wire(model: model_pb2.Model) -> ModelProbe | None:
     if not model.HasField("probe"):
         return None
     probe = model.probe
-    found = ModelProbe(_dtype(probe.dtype), tuple(probe.token_ids), probe.group_size, probe.values)
-    if problem := found.problem():
+    made = ModelProbe(_dtype(probe.dtype), tuple(probe.token_ids), probe.group_size, probe.values)
+    if problem := made.problem():
         raise InvalidArgument(field="model.probe", problem=problem)
-    return found
+    return made
 
 
 def durability_to_wire(durability: Durability) -> session_pb2.Durability.ValueType:

@@ -252,14 +252,14 @@ class DecodeBatch(Closing):
             self._arena.reshape(-1, unit)[places] = tokens[:, columns].reshape(*places.shape, unit)
 
     def _alike_of(self, layout: SlotLayout) -> list[_Alike]:
-        found: list[_Alike] = []
+        alike: list[_Alike] = []
         for stream, columns in self._columns.items():
             chunk, offsets = layout.chunks[stream], list[int]()
-            if found and found[-1].row_bytes == chunk.row_bytes:
-                _, before, known = found.pop()
+            if alike and alike[-1].row_bytes == chunk.row_bytes:
+                _, before, known = alike.pop()
                 columns, offsets = slice(before.start, columns.stop), known.tolist()  # noqa: PLW2901
-            found.append(_Alike(chunk.row_bytes, columns, np.array([*offsets, chunk.offset_bytes], np.int64)))
-        return found
+            alike.append(_Alike(chunk.row_bytes, columns, np.array([*offsets, chunk.offset_bytes], np.int64)))
+        return alike
 
     def _advance(self) -> None:
         self._steps_left -= 1
@@ -374,9 +374,9 @@ def _check_alike(model: CallerModel, sessions: Sequence[SessionInfo]) -> None:
 def _checked(runs: Runs, layout: SlotLayout, arena_bytes: int) -> list[tuple[int, int, int]]:
     if runs.row_capacity:
         raise CorruptSegment(segment_id="?", problem="its room is in segments that were not asked for")
-    found = list(zip(runs.offset_bytes, runs.row_begin, runs.row_end, strict=True))
-    for offset, begin, end in found:
+    places = list(zip(runs.offset_bytes, runs.row_begin, runs.row_end, strict=True))
+    for offset, begin, end in places:
         is_inside = 0 <= begin < end and 0 <= offset <= arena_bytes - layout.end_bytes(end)
         if not is_inside or offset % ALIGN_BYTES:
             raise CorruptSegment(segment_id="?", problem="lies outside the arena")
-    return found
+    return places

@@ -65,14 +65,14 @@ class ModelCalls:
 
 
 def _compare(name: str, probe: ModelProbe, kept: ModelProbe) -> None:
-    found = probe.difference(kept)
-    if found is None:
+    difference = probe.difference(kept)
+    if difference is None:
         raise ModelProbeMismatch(
             model=name, problem="its probe is of other tokens, or of other values of a pass"
         )
-    if found.measured > found.allowed:
-        measured, allowed = f"{found.measured:.2g}", f"{found.allowed:g}"
-        problem = f"group {found.group} of its probe lies {measured} apart, {allowed} is allowed"
+    if difference.measured > difference.allowed:
+        measured, allowed = f"{difference.measured:.2g}", f"{difference.allowed:g}"
+        problem = f"group {difference.group} of its probe lies {measured} apart, {allowed} is allowed"
         raise ModelProbeMismatch(
-            model=name, problem=problem, group=found.group, measured=measured, allowed=allowed
+            model=name, problem=problem, group=difference.group, measured=measured, allowed=allowed
         )

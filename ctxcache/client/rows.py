@@ -291,13 +291,13 @@ class SsdSlot:
     # Offsets are computed on both sides; a header that was written under another layout shows it here.
     def _is_laid_out(self, header: SegmentHeader) -> bool:
         layout: SegmentLayout = header.layout
-        found = [
+        laid_out = [
             (spec.stream, offset, spec.row_bytes)
             for spec, offset in zip(layout.specs, layout.offsets, strict=True)
         ]
         known = [(stream, one.offset_bytes, one.row_bytes) for stream, one in self._layout.chunks.items()]
         is_as_long = layout.segment_tokens == self._layout.row_capacity
-        return found == known and is_as_long and self.token_count <= layout.segment_tokens
+        return laid_out == known and is_as_long and self.token_count <= layout.segment_tokens
 
 
 class FileRun(NamedTuple):

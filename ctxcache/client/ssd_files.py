@@ -107,10 +107,10 @@ class SsdReader:
         """
         begun = [self._threads.submit(read) for read in reads]
         ended, left = wait(begun, timeout_s)
-        for each in left:
-            each.cancel()
-        for each in ended:
-            each.result()
+        for future in left:
+            future.cancel()
+        for future in ended:
+            future.result()
         return not left
 
     def check_place(self, path_index: int, offset_bytes: int, size_bytes: int) -> None:

@@ -84,11 +84,11 @@ def streams_of(ranges: Iterable[StreamRange]) -> list[Stream]:
     Raises InvalidArgument for a state kind that this version does not know.
     """
     ranges = list(ranges)
-    for one in ranges:
+    for item in ranges:
         # A newer server's kind is a bare number here.
-        if not isinstance(one.kind, StateKind):
-            raise InvalidArgument(field="streams.kind", problem=f"{one.kind} is not known")
-    return sorted(stream for one in ranges for stream in one.streams())
+        if not isinstance(item.kind, StateKind):
+            raise InvalidArgument(field="streams.kind", problem=f"{item.kind} is not known")
+    return sorted(stream for item in ranges for stream in item.streams())
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +237,13 @@ class ModelInfo(ModelFields):
 
         Raises InvalidArgument for an element type or a state kind that this version does not know.
         """
-        dtypes = [self.dtype, *(one.dtype for one in self.streams)]
+        dtypes = [self.dtype, *(group.dtype for group in self.streams)]
         if unknown := [dtype for dtype in dtypes if not isinstance(dtype, DType)]:
             raise InvalidArgument(field="dtype", problem=f"{unknown[0]} is not known")
         streams = [
-            StreamSpec(stream, one.row_bytes, one.dtype)
-            for one in self.streams
-            for stream in streams_of([one.streams])
+            StreamSpec(stream, group.row_bytes, group.dtype)
+            for group in self.streams
+            for stream in streams_of([group.streams])
         ]
         return ModelSpec(
             model_id=self.name.removeprefix("models/"),

@@ -135,13 +135,13 @@ def difference(layout: SegmentLayout, view: memoryview, known: Iterable[Sums]) -
 
 def _difference(layout: SegmentLayout, view: memoryview, known: Iterable[Sums]) -> str:
     for sums in known:
-        found = tuple(
+        checksums = tuple(
             rows_checksum(
                 view[offset + sums.row_begin * spec.row_bytes : offset + sums.row_end * spec.row_bytes]
             )
             for spec, offset in zip(layout.specs, layout.offsets, strict=True)
         )
-        problem = _first_difference(layout, sums, found)
+        problem = _first_difference(layout, sums, checksums)
         if problem:
             return problem
     return ""
@@ -233,10 +233,10 @@ class Tally:
         self._close(stream)
         pieces = self._pieces.get(stream, [])
         first = bisect_left(pieces, ranges[0][0], key=_begin) if ranges else 0
-        found = pieces[first : first + len(ranges)]
+        noted = pieces[first : first + len(ranges)]
         # The usual case: just as they were noted, so that no range is looked for.
-        if [piece[:2] for piece in found] == ranges:
-            return [piece.value for piece in found]
+        if [piece[:2] for piece in noted] == ranges:
+            return [piece.value for piece in noted]
         return [self.value(stream, begin, end, rows) for begin, end in ranges]
 
     def value(self, stream: Stream, begin: int, end: int, rows: Rows) -> int:

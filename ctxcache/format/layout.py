@@ -137,12 +137,12 @@ class SegmentLayout:
         """
         if segment_tokens == self.segment_tokens:
             return self
-        found = self._longer.get(segment_tokens)
-        if found is None:
+        layout = self._longer.get(segment_tokens)
+        if layout is None:
             if not is_segment_length(segment_tokens):
                 raise ValueError(f"no segment has {segment_tokens} rows")
-            found = self._longer[segment_tokens] = SegmentLayout(self.specs, segment_tokens)
-        return found
+            layout = self._longer[segment_tokens] = SegmentLayout(self.specs, segment_tokens)
+        return layout
 
     def filled_by(self, token_count: int, most_bytes: int) -> "SegmentLayout":
         """The longest segment that so many tokens fill, in a slot of at most `most_bytes`.

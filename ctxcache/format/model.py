@@ -137,7 +137,7 @@ def decode_model(model_id: str, encoded: bytes) -> ModelSpec:
     items = list(_items(encoded))
     texts = {tag: value.decode() for tag, value in items if tag != "stream"}
     try:
-        found = ModelSpec(
+        model = ModelSpec(
             model_id=model_id,
             architecture=texts["architecture"],
             revision=texts["revision"],
@@ -156,9 +156,9 @@ def decode_model(model_id: str, encoded: bytes) -> ModelSpec:
     # Encoded again and compared: there is one encoding of a model, and a second one with the same meaning
     # would have another fingerprint.
     # The encoding leaves a field out, has one twice or in another order, or writes it in another way.
-    if found.encode() != encoded or len({spec.stream for spec in found.streams}) < len(found.streams):
+    if model.encode() != encoded or len({spec.stream for spec in model.streams}) < len(model.streams):
         raise ValueError("the model is not written as models are")
-    return found
+    return model
 
 
 def mismatch(actual: ModelSpec, expected: ModelSpec, problem: str) -> ModelFingerprintMismatch:
@@ -306,10 +306,10 @@ class ModelProbe:
         return list(struct.iter_unpack(f"<{self.group_size}f", self.values))
 
 
-def _apart(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+def _apart(measured: tuple[float, ...], other: tuple[float, ...]) -> float:
     sizes = [abs(value) for value in other]
     # Relative to the median of absolute values, for the mean is that of a few huge ones.
-    return median(abs(a - b) for a, b in zip(one, other, strict=True)) / (median(sizes) or max(sizes))
+    return median(abs(a - b) for a, b in zip(measured, other, strict=True)) / (median(sizes) or max(sizes))
 
 
 def decode_probe(encoded: bytes) -> ModelProbe:
@@ -319,7 +319,7 @@ def decode_probe(encoded: bytes) -> ModelProbe:
         token_ids = struct.unpack_from(f"<{max(token_count, 0)}i", encoded, _HEAD.size)
     except struct.error as error:
         raise ValueError("the probe is cut short") from error
-    found = ModelProbe(DType(dtype), token_ids, group_size, encoded[_HEAD.size + 4 * len(token_ids) :])
-    if problem := found.problem():
+    probe = ModelProbe(DType(dtype), token_ids, group_size, encoded[_HEAD.size + 4 * len(token_ids) :])
+    if problem := probe.problem():
         raise ValueError(f"the probe's {problem}")
-    return found
+    return probe

@@ -99,18 +99,18 @@ def ranges_of(streams: Iterable[Stream]) -> list[StreamRange]:
     layers: dict[StateKind, list[int]] = {}
     for layer, kind in streams:
         layers.setdefault(kind, []).append(layer)
-    found: list[StreamRange] = []
+    ranges: list[StreamRange] = []
     for kind in sorted(layers):
         begin = end = None
         for layer in sorted(layers[kind]):
             if begin is None or layer != end:
                 if begin is not None and end is not None:
-                    found.append(StreamRange(kind, begin, end))
+                    ranges.append(StreamRange(kind, begin, end))
                 begin = layer
             end = layer + 1
         if begin is not None and end is not None:
-            found.append(StreamRange(kind, begin, end))
-    return found
+            ranges.append(StreamRange(kind, begin, end))
+    return ranges
 
 
 class StreamSpec(NamedTuple):
@@ -146,13 +146,13 @@ def contents_within(contents: Iterable[Content], begin: int, end: int) -> tuple[
 
     Those that touch and have one digest become one.
     """
-    found: list[Content] = []
-    for one in contents:
-        first, last = max(one.begin, begin), min(one.end, end)
+    within: list[Content] = []
+    for content in contents:
+        first, last = max(content.begin, begin), min(content.end, end)
         if first >= last:
             continue
         # A content that was cut into parts, by commits, is one again.
-        if found and found[-1].end == first and found[-1].digest == one.digest:
-            first = found.pop().begin
-        found.append(Content(first, last, one.digest))
-    return tuple(found)
+        if within and within[-1].end == first and within[-1].digest == content.digest:
+            first = within.pop().begin
+        within.append(Content(first, last, content.digest))
+    return tuple(within)

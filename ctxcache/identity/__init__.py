@@ -244,7 +244,7 @@ def read_tokens(path: Path) -> Tokens:
         raise InvalidConfiguration(source=str(path), problem=error.strerror or str(error)) from error
     if len(text) > FILE_LIMIT_BYTES:
         raise InvalidConfiguration(source=str(path), problem=f"is larger than {FILE_LIMIT_BYTES} B")
-    found: dict[bytes, Token] = {}
+    tokens: dict[bytes, Token] = {}
     for number, line in enumerate(text.decode(errors="replace").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
@@ -253,10 +253,10 @@ def read_tokens(path: Path) -> Tokens:
         except ValueError as error:
             # Not the line itself, which may be a secret that should not be there.
             raise InvalidConfiguration(source=f"{path}, line {number}", problem=str(error)) from error
-        if token.digest in found:
+        if token.digest in tokens:
             raise InvalidConfiguration(source=f"{path}, line {number}", problem="the token is there twice")
-        found[token.digest] = token
-    return Tokens(found)
+        tokens[token.digest] = token
+    return Tokens(tokens)
 
 
 def _parse(line: str) -> Token:

@@ -42,7 +42,7 @@ class RecordedFile:
 
 def values_of(call: RecordedCall) -> dict[str, object]:
     """The fields of a call's line; what is 0 and says nothing is left out."""
-    found: dict[str, object] = {
+    values: dict[str, object] = {
         "at_ms": round(call.at_ns / 10**6, 3),
         "call": call.kind.name.lower(),
         "session": "",
@@ -55,10 +55,10 @@ def values_of(call: RecordedCall) -> dict[str, object]:
         if value is None or not (value or is_optional):
             continue
         if name in HASHES:
-            found[name] = f"{value:016x}"
+            values[name] = f"{value:016x}"
         else:
-            found[name] = list(value) if isinstance(value, tuple) else value
-    return found
+            values[name] = list(value) if isinstance(value, tuple) else value
+    return values
 
 
 class Lines:

@@ -54,15 +54,15 @@ def check_directory(path: Path) -> None:
     It is this user's, or root's: a volume that is mounted belongs to root, and may be written by a group of
     this process.
     """
-    found = path.stat()
-    mode = stat.S_IMODE(found.st_mode)
-    _check_owner(path, found)
+    status = path.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    _check_owner(path, status)
     # The sticky bit lets everybody add and only owners remove: such a directory (/tmp) may hold one of ours.
     if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
         problem = f"every user may write to it (mode {mode:04o}): chmod 700 {path}, or name one below it"
         raise DataDirectoryUnusable(path=str(path), problem=problem)
-    if mode & _GROUP_WRITES and found.st_uid != os.geteuid() and not _is_our_group(found.st_gid):
-        problem = f"group {found.st_gid}, which is not this process's, may write to it (mode {mode:04o})"
+    if mode & _GROUP_WRITES and status.st_uid != os.geteuid() and not _is_our_group(status.st_gid):
+        problem = f"group {status.st_gid}, which is not this process's, may write to it (mode {mode:04o})"
         raise DataDirectoryUnusable(path=str(path), problem=problem)
 
 
@@ -73,10 +73,10 @@ def claim_directory(path: Path) -> None:
     """
     path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
     check_directory(path)
-    found = path.stat()
+    status = path.stat()
     # A sticky directory that everybody may write to has no group of its own.
-    if found.st_uid == os.geteuid() and found.st_mode & (_GROUP_WRITES | _OTHERS_WRITE) == _GROUP_WRITES:
-        _change(path, found, stat.S_IMODE(found.st_mode) & ~_GROUP_WRITES)
+    if status.st_uid == os.geteuid() and status.st_mode & (_GROUP_WRITES | _OTHERS_WRITE) == _GROUP_WRITES:
+        _change(path, status, stat.S_IMODE(status.st_mode) & ~_GROUP_WRITES)
 
 
 def tighten(paths: Iterable[Path]) -> None:
@@ -84,10 +84,10 @@ def tighten(paths: Iterable[Path]) -> None:
 
     Raises DataDirectoryUnusable: one of them is neither this user's nor root's.
     """
-    for path, found in _loose(paths):
-        _check_owner(path, found)
-        if found.st_uid == os.geteuid():
-            _change(path, found, DIRECTORY_MODE if stat.S_ISDIR(found.st_mode) else FILE_MODE)
+    for path, status in _loose(paths):
+        _check_owner(path, status)
+        if status.st_uid == os.geteuid():
+            _change(path, status, DIRECTORY_MODE if stat.S_ISDIR(status.st_mode) else FILE_MODE)
 
 
 def loose(paths: Iterable[Path]) -> list[Path]:
@@ -103,16 +103,16 @@ def check_secret(path: Path, fail: Callable[[str], CacheError]) -> None:
     Others may have no right to it. A group may read what is root's where the group is root's or this
     process's: so a pod's secrets are mounted.
     """
-    found = path.stat()
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid not in (_ROOT, os.geteuid()):
-        raise fail(f"it belongs to user {found.st_uid}, and this process is user {os.geteuid()}")
+    status = path.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in (_ROOT, os.geteuid()):
+        raise fail(f"it belongs to user {status.st_uid}, and this process is user {os.geteuid()}")
     # From the strictest to the mildest: the first refusal names the fix.
     if mode & stat.S_IRWXO:
         raise fail(f"every user may {_rights(mode)} it (mode {mode:04o}): chmod 600 {path}")
-    is_mounted = found.st_uid == _ROOT and (found.st_gid == _ROOT or _is_our_group(found.st_gid))
+    is_mounted = status.st_uid == _ROOT and (status.st_gid == _ROOT or _is_our_group(status.st_gid))
     if mode & (_GROUP_BEYOND_READING if is_mounted else stat.S_IRWXG):
-        raise fail(f"group {found.st_gid} may {_rights(mode >> 3)} it (mode {mode:04o}): chmod 600 {path}")
+        raise fail(f"group {status.st_gid} may {_rights(mode >> 3)} it (mode {mode:04o}): chmod 600 {path}")
 
 
 def stamp(path: Path) -> tuple[int, ...]:
@@ -144,10 +144,10 @@ def _is_our_group(gid: int) -> bool:
     return gid == os.getegid() or gid in os.getgroups()
 
 
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if found.st_uid not in (_ROOT, os.geteuid()):
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (_ROOT, os.geteuid()):
         problem = (
-            f"{path} belongs to user {found.st_uid}, and this process is user {os.geteuid()}:"
+            f"{path} belongs to user {status.st_uid}, and this process is user {os.geteuid()}:"
             " chown it, or run as that user"
         )
         raise DataDirectoryUnusable(path=str(path), problem=problem)
@@ -156,14 +156,14 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 def _loose(paths: Iterable[Path]) -> Iterable[tuple[Path, os.stat_result]]:
     for path in paths:
         try:
-            found = path.stat()
+            status = path.stat()
         except FileNotFoundError:
             continue
         # Another user's is handed out even with tight rights, to be refused.
-        is_ours = found.st_uid == os.geteuid()
-        if not is_ours or stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
-            yield path, found
-        if stat.S_ISDIR(found.st_mode):
+        is_ours = status.st_uid == os.geteuid()
+        if not is_ours or stat.S_IMODE(status.st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
+            yield path, status
+        if stat.S_ISDIR(status.st_mode):
             yield from _loose(sorted(path.iterdir()))
 
 
@@ -200,11 +200,11 @@ def read_facts(path: Path, *, is_checksum_needed: bool = True) -> dict[str, Any]
     """Read the facts back. Raises CorruptMetadata, FileNotFoundError and other OSError."""
     try:
         facts = json.loads(path.read_bytes())
-        found = facts.pop(CHECKSUM, None)
+        checksum = facts.pop(CHECKSUM, None)
     except (ValueError, AttributeError, TypeError) as error:
         raise CorruptMetadata(where=str(path), problem=f"it does not parse: {error!r}") from error
     # A file of an older version has none; where one is there it has to match.
-    if found != _checksum(facts) and (found is not None or is_checksum_needed):
+    if checksum != _checksum(facts) and (checksum is not None or is_checksum_needed):
         raise CorruptMetadata(where=str(path), problem="its checksum does not match")
     return dict(facts)
 

@@ -42,11 +42,11 @@ class Reloading:
 
     def run(self) -> Reloaded:
         """Read and change. Raises InvalidConfiguration; then nothing has changed."""
-        found = self._read()
-        differing = [name for name in KNOBS if getattr(found, name) != getattr(self.settings, name)]
+        read = self._read()
+        differing = [name for name in KNOBS if getattr(read, name) != getattr(self.settings, name)]
         changed = tuple(name for name in differing if KNOBS[name].can_reload)
         pending = tuple(name for name in differing if not KNOBS[name].can_reload)
-        update = {name: getattr(found, name) for name in changed}
+        update = {name: getattr(read, name) for name in changed}
         # Settings that agree in the file may disagree with those that wait for a restart.
         settings = Settings.model_validate({name: getattr(self.settings, name) for name in KNOBS} | update)
         self._apply(settings)

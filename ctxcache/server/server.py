@@ -506,13 +506,13 @@ def _spans(settings: Settings, files: ExitStack) -> Spans:
 
 
 def _rebuild(settings: Settings) -> None:
-    found = rebuild(
+    rebuilt = rebuild(
         settings.data_directory,
         ssd_directories_of(settings),
         created_by=f"ctxcache {__version__}",
         is_dry_run=False,
     )
-    log.error("metadata_rebuilt found=%s", json.dumps(asdict(found)))
+    log.error("metadata_rebuilt found=%s", json.dumps(asdict(rebuilt)))
 
 
 def _arena_message(storage: Storage, control_socket: str) -> arena_pb2.Arena:

@@ -225,12 +225,12 @@ class Settings(BaseSettings):
 
 def differing(settings: Settings) -> dict[str, str]:
     """Settings that are not at their default, as text; of rules only how many there are."""
-    found = {}
+    shown_values = {}
     for name, value in json.loads(settings.model_dump_json()).items():
         if getattr(settings, name) != KNOBS[name].default:
             shown = f"{len(value)} rules" if name == "identities" else value
-            found[name] = shown if isinstance(shown, str) else json.dumps(shown)
-    return found
+            shown_values[name] = shown if isinstance(shown, str) else json.dumps(shown)
+    return shown_values
 
 
 def load(arguments: dict[str, Any], *, file: Path | None = None) -> Settings:

@@ -88,12 +88,12 @@ class FrameReader:
     def is_last(self, kind: FrameKind) -> bool:
         """Whether what is held is whole frames, the last of them an empty one of that kind."""
         # Frames are jumped over by their lengths: nothing is cut out, for the answer is mostly no.
-        begin, found = self._begin, False
+        begin, is_end = self._begin, False
         while len(self._rest) - begin >= _HEAD.size:
             length, found_kind = _HEAD.unpack_from(self._rest, begin)
-            found = (length, found_kind) == (0, kind)
+            is_end = (length, found_kind) == (0, kind)
             begin += _HEAD.size + length
-        return found and begin == len(self._rest)
+        return is_end and begin == len(self._rest)
 
     def next(self) -> Frame | None:
         """Return the next whole frame. Raises InvalidArgument when it is too large."""
