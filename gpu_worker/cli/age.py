@@ -169,16 +169,16 @@ def cost(
     ) as upkeep:
         for each in session:
             name = each.removeprefix("sessions/")
-            found = upkeep.cost(name)
-            facts = {"session": f"sessions/{name}", **asdict(found)}
+            back = upkeep.cost(name)
+            facts = {"session": f"sessions/{name}", **asdict(back)}
             if as_json:
                 typer.echo(json.dumps(facts))
                 continue
-            others = ", ".join(f"{way} {_ms(seconds)} ms" for way, seconds in sorted(found.others_s.items()))
+            others = ", ".join(f"{way} {_ms(seconds)} ms" for way, seconds in sorted(back.others_s.items()))
             typer.echo(
-                f"sessions/{name}: {found.token_count:,} tokens, {found.dram_token_count:,} of them in DRAM: "
-                f"{found.size_bytes / 1e6:,.1f} MB, back after {_ms(found.restored_s)} ms, of which "
-                f"the device computes {_ms(found.device_s)}; other ways: {others or 'none'}"
+                f"sessions/{name}: {back.token_count:,} tokens, {back.dram_token_count:,} of them in DRAM: "
+                f"{back.size_bytes / 1e6:,.1f} MB, back after {_ms(back.restored_s)} ms, of which "
+                f"the device computes {_ms(back.device_s)}; other ways: {others or 'none'}"
             )
 
 

@@ -133,12 +133,12 @@ def returns(text: str) -> list[tuple[int, float]]:
     """Read `1024x3,16384`: tokens, and how often. Raises InvalidArgument(field="--returns")."""
     try:
         parts = [part.partition("x") for part in text.split(",") if part]
-        found = [(int(tokens), float(count or 1)) for tokens, _, count in parts]
+        returns = [(int(tokens), float(count or 1)) for tokens, _, count in parts]
     except ValueError:
-        found = [(-1, 0.0)]
-    if any(tokens < 0 or not 0 <= count < float("inf") for tokens, count in found):
+        returns = [(-1, 0.0)]
+    if any(tokens < 0 or not 0 <= count < float("inf") for tokens, count in returns):
         raise InvalidArgument(field="--returns", problem=f"{text!r} is not a list such as 1024x3,16384")
-    return found
+    return returns
 
 
 def datasheet(name: str) -> Profile:

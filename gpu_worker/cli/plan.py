@@ -275,9 +275,9 @@ def _say(step: str) -> None:
 
 def _lengths(text: str) -> tuple[int, ...]:
     try:
-        found = tuple(sorted({int(part) for part in text.split(",")}))
+        lengths = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
-        found = (0,)
-    if found[0] < 1:
+        lengths = (0,)
+    if lengths[0] < 1:
         raise InvalidArgument(field="--lengths", problem=f"{text!r} is not a list such as 1,64,256,1024")
-    return found
+    return lengths

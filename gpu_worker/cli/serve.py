@@ -73,18 +73,18 @@ def stats(
 ) -> None:
     """Show what a worker has attached, and what it did since it started. Fails where none answers."""
     with WorkerClient(WorkerSettings(listen=listen).socket, timeout_s=TIMEOUT_S) as client:
-        found = client.stats()
+        answer = client.stats()
     if as_json:
         typer.echo(
             MessageToJson(
-                found,
+                answer,
                 always_print_fields_with_no_presence=True,
                 preserving_proto_field_name=True,
                 indent=None,
             )
         )
         return
-    facts = MessageToDict(found, always_print_fields_with_no_presence=True, preserving_proto_field_name=True)
+    facts = MessageToDict(answer, always_print_fields_with_no_presence=True, preserving_proto_field_name=True)
     attachments = facts.pop("attachments")
     for name, value in facts.items():
         typer.echo(f"{name:22} {value}")

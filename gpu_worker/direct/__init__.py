@@ -55,14 +55,14 @@ class KvikioFound:
 #     kvikio alone      compat   compat   kvikio-compat   posix    off
 #     kvikio fails      posix    posix    posix           posix    off
 #     no GPU            off      posix    posix           posix    off
-def choose(wanted: Wanted, found: KvikioFound | None) -> Live:
+def choose(wanted: Wanted, kvikio: KvikioFound | None) -> Live:
     """The path for what is wanted; `found` of kvikio, None where there is no GPU."""
     if wanted is Wanted.OFF:
         return Live(DirectPath.OFF, "switched off")
     if wanted is Wanted.POSIX:
         return Live(DirectPath.POSIX, "asked for")
-    if found is not None:
-        return _on_gpu(wanted, found)
+    if kvikio is not None:
+        return _on_gpu(wanted, kvikio)
     # The store's read stays in the arena for all who come
     # after; without a GPU nothing is gained by going past it.
     if wanted is Wanted.AUTO:
@@ -70,10 +70,10 @@ def choose(wanted: Wanted, found: KvikioFound | None) -> Live:
     return Live(DirectPath.POSIX, f"no GPU to read into by {wanted.value}")
 
 
-def _on_gpu(wanted: Wanted, found: KvikioFound) -> Live:
-    if found.problem:
-        return Live(DirectPath.POSIX, f"kvikio: {found.problem}")
-    if found.is_gds and wanted is not Wanted.COMPAT:
-        return Live(DirectPath.GDS, f"kvikio {found.version} with GPUDirect Storage")
+def _on_gpu(wanted: Wanted, kvikio: KvikioFound) -> Live:
+    if kvikio.problem:
+        return Live(DirectPath.POSIX, f"kvikio: {kvikio.problem}")
+    if kvikio.is_gds and wanted is not Wanted.COMPAT:
+        return Live(DirectPath.GDS, f"kvikio {kvikio.version} with GPUDirect Storage")
     why = "asked for" if wanted is Wanted.COMPAT else "without GPUDirect Storage"
-    return Live(DirectPath.COMPAT, f"kvikio {found.version}, {why}")
+    return Live(DirectPath.COMPAT, f"kvikio {kvikio.version}, {why}")

@@ -237,15 +237,15 @@ class FileLanding(BatchLanding):
         reads, self.reads = self.reads, []
         return [failure for each in reads if (failure := self._failure(each)) is not None]
 
-    def _failure(self, each: _Reading) -> TierFailure | None:
-        path = self.path_of(each.chunk.path_index)
+    def _failure(self, reading: _Reading) -> TierFailure | None:
+        path = self.path_of(reading.chunk.path_index)
         try:
             # kvikio's threads read; only this call waits, on the copying lane.
-            count = each.reading.get()
+            count = reading.reading.get()
         except Exception as error:  # noqa: BLE001  # a driver's own, of whatever class
             return TierFailure(path=path, problem=f"kvikio: {type(error).__name__}: {error}")
-        if count != each.size_bytes:
-            problem = f"{count} of {each.size_bytes} B of the chunk at byte {each.chunk.offset_bytes}"
+        if count != reading.size_bytes:
+            problem = f"{count} of {reading.size_bytes} B of the chunk at byte {reading.chunk.offset_bytes}"
             return TierFailure(path=path, problem=f"kvikio read {problem}")
         return None
 

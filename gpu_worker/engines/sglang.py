@@ -242,13 +242,13 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         """Load pages into tensors; None for each that is not there."""
         del target_sizes
         targets = list(target_locations or [])
-        if len(targets) != len(keys) or any(one is None for one in targets):
+        if len(targets) != len(keys) or any(tensor is None for tensor in targets):
             return [None] * len(keys)
         # Tensors that are not contiguous have no such view, which is an error.
         loaded = self._loaded(
             str(PoolName.KV),
             keys,
-            lambda: [[one.view(-1).view(torch.uint8).numpy()] for one in targets],
+            lambda: [[tensor.view(-1).view(torch.uint8).numpy()] for tensor in targets],
             1,
         )
         return [target if is_there else None for target, is_there in zip(targets, loaded, strict=True)]

@@ -332,12 +332,12 @@ class Turn:
 def context_window(model: PreTrainedModel) -> int:
     """The most tokens that a model's settings allow. Raises InvalidArgument where they say nothing."""
     config = model.config.get_text_config(decoder=True)
-    found = next(
+    window = next(
         (size for name in _CONTEXT_NAMES if isinstance(size := getattr(config, name, None), int)), None
     )
-    if not found:
+    if not window:
         raise InvalidArgument(field="window", problem=f"{type(model).__name__} says no length of its context")
-    return found
+    return window
 
 
 def _name_of(session_id: str) -> str:
@@ -412,12 +412,12 @@ class Savers:
 
         Raises InvalidArgument for a stream that the model does not have.
         """
-        found = self._by_layout.pop(layout, None)
-        if found is None:
+        saver = self._by_layout.pop(layout, None)
+        if saver is None:
             while len(self._by_layout) >= LAYOUT_LIMIT:
                 # The one that was used longest ago; closing saves what it still has.
                 self._by_layout.popitem(last=False)[1].close()
-            found = Saver(
+            saver = Saver(
                 self._client,
                 self._model,
                 layout,
@@ -425,8 +425,8 @@ class Savers:
                 # When rows are about to be saved, and not behind each pass: it is early enough.
                 witness=lambda: self._check,
             )
-        self._by_layout[layout] = found
-        return found
+        self._by_layout[layout] = saver
+        return saver
 
     def wait(self, session_name: str) -> CacheError | None:
         """Wait until a session is saved; what stopped its saves, if anything did. Raises DeadlineExceeded."""
@@ -662,16 +662,16 @@ class TransformersEngine(Closing):
         """
         session = self._client.sessions.get(_name_of(session_id))
         self._own.check(session.name, session.model_fingerprint)
-        (found,) = self._client.sessions.lookup([(session.name, session.model_fingerprint)])
+        (known,) = self._client.sessions.lookup([(session.name, session.model_fingerprint)])
         snapshot_tokens = 0
-        if self._snapshots is not None and found.token_count:
+        if self._snapshots is not None and known.token_count:
             handle = self._client.sessions.open(session, self._own)
-            with handle.read(streams=[TOKENS], end=found.token_count, is_quiet=True) as rows:
+            with handle.read(streams=[TOKENS], end=known.token_count, is_quiet=True) as rows:
                 snapshot_tokens = self._snapshots.latest(rows.token_ids(), session.salt)
         return self._chooser.cost(
             session.streams(),
-            found.token_count,
-            found.dram_token_count,
+            known.token_count,
+            known.dram_token_count,
             snapshot_tokens=snapshot_tokens,
         )
 
@@ -904,15 +904,15 @@ class TransformersEngine(Closing):
     ) -> tuple[Choice, Snapshot | None]:
         """The choice, and the states to go on from where the store has some and they pay."""
         # By the tokens that are to be restored: a snapshot of more tokens has seen what was cut.
-        found = snapshots.latest(token_ids, session.salt)
-        if not found:
+        snapshot_tokens = snapshots.latest(token_ids, session.salt)
+        if not snapshot_tokens:
             return choice, None
         shorter = self._chooser.choose(
-            choice.streams(), len(token_ids), new_count, place=self._place, snapshot_tokens=found
+            choice.streams(), len(token_ids), new_count, place=self._place, snapshot_tokens=snapshot_tokens
         )
         if not shorter.snapshot_layers:
             return choice, None
-        snapshot = snapshots.load(token_ids, found, shorter.snapshot_layers, session.salt)
+        snapshot = snapshots.load(token_ids, snapshot_tokens, shorter.snapshot_layers, session.salt)
         return (choice, None) if snapshot is None else (shorter, snapshot)
 
     def _missed(self, session: SessionInfo, saved: list[int], error: CacheError) -> _Start:

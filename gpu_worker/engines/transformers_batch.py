@@ -185,22 +185,24 @@ class TransformersBatchEngine(TransformersEngine):
         self._unchanged.check()
         begin_ns = perf_counter_ns()
         batch = [self._look_up(request) for request in requests]
-        chosen = self._chooser.choose_together([one.wanted for one in batch], place=self._place)
+        chosen = self._chooser.choose_together([queued.wanted for queued in batch], place=self._place)
         batch = [batch[index] for index, _ in chosen]
         with ExitStack() as ending, _keeping_attention(self._model):
             # All are begun at once, in the order of the plan: the pipeline keeps it.
-            for place, (one, (_, choice)) in enumerate(zip(batch, chosen, strict=True)):
-                ending.callback(one.end)
-                self._try_to_begin(one, choice, behind_count=place)
+            for place, (queued, (_, choice)) in enumerate(zip(batch, chosen, strict=True)):
+                ending.callback(queued.end)
+                self._try_to_begin(queued, choice, behind_count=place)
             # Those that are restored alone come last.
-            waiting = sorted(batch, key=lambda one: one.start is None)
+            waiting = sorted(batch, key=lambda queued: queued.start is None)
             while waiting:
                 layout = frozenset(waiting[0].session.streams())
                 # Hooks capture one set of streams from a pass, so that a pass has sessions of one layout.
-                of_layout = deque(one for one in waiting if frozenset(one.session.streams()) == layout)
-                waiting = [one for one in waiting if one not in of_layout]
+                of_layout = deque(
+                    queued for queued in waiting if frozenset(queued.session.streams()) == layout
+                )
+                waiting = [queued for queued in waiting if queued not in of_layout]
                 self._run(of_layout, batch, layout, begin_ns)
-        by_request = {id(one.request): one.turn for one in batch}
+        by_request = {id(queued.request): queued.turn for queued in batch}
         return [by_request[id(request)] for request in requests]
 
     def _check_shapes(self) -> None:
@@ -223,24 +225,26 @@ class TransformersBatchEngine(TransformersEngine):
         session, known = self._fit(request.session_id, request.history, count, turn)
         return _Waiting(request, turn, session, known)
 
-    def _try_to_begin(self, one: _Waiting, choice: Choice, *, behind_count: int) -> None:
+    def _try_to_begin(self, queued: _Waiting, choice: Choice, *, behind_count: int) -> None:
         """Begin a restore, or leave it for when no other one is under way."""
-        if not one.session.token_count:
-            one.start = _Start(one.session, [], self._empty_cache())
+        if not queued.session.token_count:
+            queued.start = _Start(queued.session, [], self._empty_cache())
             return
         # A miss here may be for room that others' leases take: it is told when it is missed again.
         with suppress(*MISSES):
-            one.start = self._begin(one.session, one.known, one.wanted, choice, behind_count=behind_count)
+            queued.start = self._begin(
+                queued.session, queued.known, queued.wanted, choice, behind_count=behind_count
+            )
 
-    def _started(self, one: _Waiting, begin_ns: int) -> _Running:
+    def _started(self, queued: _Waiting, begin_ns: int) -> _Running:
         """A turn whose session is there, or is computed."""
-        request, turn = one.request, one.turn
-        start = one.start or self._restored_alone(one)
+        request, turn = queued.request, queued.turn
+        start = queued.start or self._restored_alone(queued)
         if start.restoring is not None:
             turn.restored_ns = start.restoring.restored_ns
             turn.predicted_ns = int(start.restoring.choice.predicted_s * 1e9)
         turn.restore_ns = perf_counter_ns() - begin_ns
-        missing = list(start.lost) if one.known is None else one.known[len(start.saved) :]
+        missing = list(start.lost) if queued.known is None else queued.known[len(start.saved) :]
         turn.history_token_count = len(start.saved) + len(missing)
         turn.reused_token_count, turn.loss_nats = start.reused_count, start.loss_nats
         new_count = len(request.new_token_ids)
@@ -263,20 +267,20 @@ class TransformersBatchEngine(TransformersEngine):
             is_answered=not request.max_new_tokens,
         )
 
-    def _restored_alone(self, one: _Waiting) -> _Start:
+    def _restored_alone(self, queued: _Waiting) -> _Start:
         """Restore a session as `turn` does, and wait until it is whole: nothing else is under way."""
-        if one.failed is not None:
-            start, error = one.failed
-            one.turn.miss_reason = error.reason
-            if one.known is None or not isinstance(error, DAMAGED):
+        if queued.failed is not None:
+            start, error = queued.failed
+            queued.turn.miss_reason = error.reason
+            if queued.known is None or not isinstance(error, DAMAGED):
                 return self._missed(start.session, start.saved, error)
-            one.session = self._open(one.session.name)
-        begun = self._restore(one.session, one.known, one.wanted.new_tokens, one.turn)
-        one.start, one.failed = begun, None
-        if one.is_restored():
+            queued.session = self._open(queued.session.name)
+        begun = self._restore(queued.session, queued.known, queued.wanted.new_tokens, queued.turn)
+        queued.start, queued.failed = begun, None
+        if queued.is_restored():
             return begun
-        _, error = one.failed or (begun, RestoreFailed(problem="no restore was begun"))
-        one.turn.miss_reason = error.reason
+        _, error = queued.failed or (begun, RestoreFailed(problem="no restore was begun"))
+        queued.turn.miss_reason = error.reason
         return self._missed(begun.session, begun.saved, error)
 
     @contextmanager
@@ -300,21 +304,21 @@ class TransformersBatchEngine(TransformersEngine):
         running: list[_Running] = []
         try:
             with Capture(self._adapter, layout, saver.put, is_on_host=False):
-                while waiting or any(one.waiting for one in running):
+                while waiting or any(active.waiting for active in running):
                     # A session that is not ready is waited for only where nobody else has tokens to compute.
-                    while waiting and (waiting[0].is_ready or not any(one.waiting for one in running)):
-                        one = waiting.popleft()
-                        if one.start is not None and not one.is_restored():
+                    while waiting and (waiting[0].is_ready or not any(active.waiting for active in running)):
+                        queued = waiting.popleft()
+                        if queued.start is not None and not queued.is_restored():
                             # The session goes behind the others: its leases need the room that theirs take.
-                            waiting.append(one)
+                            waiting.append(queued)
                             continue
                         # Leases of others go back first: they may be what its own lease has no room beside.
-                        if one.start is None:
+                        if queued.start is None:
                             _wait_for_all(batch)
-                        started = self._started(one, begin_ns)
+                        started = self._started(queued, begin_ns)
                         saver.open(started.start.session)
                         running.append(started)
-                    if all(one.is_ready for one in batch):
+                    if all(queued.is_ready for queued in batch):
                         # No session is being restored any more: leases go back before the replies are long.
                         _wait_for_all(batch)
                     self._pass(_chosen(running), saver, begin_ns)
@@ -323,47 +327,50 @@ class TransformersBatchEngine(TransformersEngine):
                 saver.finish(each.name, durability=self._durability)
 
     def _pass(self, chosen: Sequence[tuple[_Running, list[int]]], saver: Saver, begin_ns: int) -> None:
-        slices = [Slice(one.name, one.saved_count + one.cache.token_count, len(ids)) for one, ids in chosen]
+        slices = [
+            Slice(active.name, active.saved_count + active.cache.token_count, len(ids))
+            for active, ids in chosen
+        ]
         tokens = [token for _, ids in chosen for token in ids]
         # Within the model's turn: the saver files captured rows under the pass that is announced.
         with self._model_turns, saver.passing(slices, tokens):
             self._attend_by(ATTENTION)
-            logits = self._packed.step([Work(one.cache, ids) for one, ids in chosen])
-        for (one, _), token in zip(chosen, logits.argmax(dim=-1).tolist(), strict=True):
-            _take(one, token, begin_ns)
+            logits = self._packed.step([Work(active.cache, ids) for active, ids in chosen])
+        for (active, _), token in zip(chosen, logits.argmax(dim=-1).tolist(), strict=True):
+            _take(active, token, begin_ns)
 
 
 def _wait_for_all(batch: Sequence[_Waiting]) -> None:
     """Until no restore is under way; then nobody holds a lease."""
-    for one in batch:
-        one.is_restored()
-    for one in batch:
-        one.end()
+    for queued in batch:
+        queued.is_restored()
+    for queued in batch:
+        queued.end()
 
 
 def _chosen(batch: Sequence[_Running]) -> list[tuple[_Running, list[int]]]:
     """The next pass: sessions, and the tokens of each; those with the fewest first."""
     room, chosen = PASS_TOKENS, []
     # Sessions that generate have one token each, and go first: a long prefill takes what room is left.
-    for one in sorted(batch, key=lambda one: len(one.waiting)):
-        count = min(len(one.waiting), room)
+    for active in sorted(batch, key=lambda active: len(active.waiting)):
+        count = min(len(active.waiting), room)
         if count:
-            chosen.append((one, [one.waiting.popleft() for _ in range(count)]))
+            chosen.append((active, [active.waiting.popleft() for _ in range(count)]))
             room -= count
     return chosen
 
 
-def _take(one: _Running, token: int, begin_ns: int) -> None:
+def _take(active: _Running, token: int, begin_ns: int) -> None:
     """A session's pass is over: where all of it has been computed, this token is the next of its reply."""
     # Logits in the middle of a prefill are nobody's next token.
-    if one.waiting or one.is_answered:
+    if active.waiting or active.is_answered:
         return
-    turn = one.turn
+    turn = active.turn
     turn.first_token_ns = turn.first_token_ns or perf_counter_ns() - begin_ns
     turn.token_ids.append(token)
     # The last one goes through the model, too: then the session holds the whole turn.
-    one.waiting.append(token)
-    one.is_answered = token in one.ends or len(turn.token_ids) == one.request.max_new_tokens
+    active.waiting.append(token)
+    active.is_answered = token in active.ends or len(turn.token_ids) == active.request.max_new_tokens
 
 
 def _attention_of(model: PreTrainedModel) -> str:

@@ -175,13 +175,13 @@ class HostCache(Cache):
             streams = (Stream(layer, StateKind.HIDDEN), Stream(layer, StateKind.KV))
             if streams[0] not in held:
                 raise InvalidArgument(field="streams", problem=f"the session holds no {streams[0]}")
-            found = [
+            states = [
                 torch.from_numpy(rows.array(stream)[:token_count].copy()).view(self.adapter.model.dtype)
                 for stream in streams
                 if stream in held
             ]
-            method = Method.KV if len(found) == len(streams) else Method.HIDDEN
-            self.load(layer, found[0], self._restorer.layer(layer, method, found[-1]))
+            method = Method.KV if len(states) == len(streams) else Method.HIDDEN
+            self.load(layer, states[0], self._restorer.layer(layer, method, states[-1]))
         rows.check()
 
     def forget(self, token_count: int) -> None:

@@ -249,12 +249,12 @@ def states_in(held: Any) -> States:
 
     Any: the class differs by version of transformers.
     """
-    found: dict[str, Tensor] = {}
+    states: dict[str, Tensor] = {}
     for number in range(held.number_of_states):
         for name, kept in (("convolution", held.conv_states), ("recurrent", held.recurrent_states)):
             if kept[number] is not None:
-                found[f"{name} {number}"] = kept[number]
-    return found
+                states[f"{name} {number}"] = kept[number]
+    return states
 
 
 def put_states(held: Any, states: States, device: torch.device) -> None:
@@ -326,11 +326,11 @@ class CacheTap:
 
     def unwatch(self, layer: int, emit: Emit) -> None:
         """End one watch; does nothing if it is over."""
-        found = self._emits.get(layer, [])
-        if emit not in found:
+        emits = self._emits.get(layer, [])
+        if emit not in emits:
             return
-        found.remove(emit)
-        if not found:
+        emits.remove(emit)
+        if not emits:
             del self._emits[layer]
         if not self._emits:
             # A watch may end within a pass, whose cache is wrapped still.

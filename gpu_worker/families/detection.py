@@ -167,7 +167,7 @@ def _caches(model: PreTrainedModel, count: int) -> list[object]:
 
 def _recurrence(model: PreTrainedModel, layer: int, block: nn.Module, *, has_rows: bool) -> Recurrence:
     """The block's one module that takes a cache; of a layer with keys and values, besides attention."""
-    found = [
+    takers = [
         (child, name)
         for child in block.children()
         # A layer with both takes the cache twice: attention for its rows, the mixer for its state.
@@ -175,11 +175,11 @@ def _recurrence(model: PreTrainedModel, layer: int, block: nn.Module, *, has_row
         for name in _CACHE_NAMES
         if name in signature(child.forward).parameters
     ]
-    if len(found) != 1:
+    if len(takers) != 1:
         # None takes a cache: the state lies in the modules themselves, out of reach (Griffin).
-        kept = f"{len(found)} of its modules take a cache" if found else "no module of it takes a cache"
+        kept = f"{len(takers)} of its modules take a cache" if takers else "no module of it takes a cache"
         raise refuse(model, f"layer {layer} keeps a state, and {kept}")
-    return Recurrence(_for_state(found[0][0]), layer, found[0][1])
+    return Recurrence(_for_state(takers[0][0]), layer, takers[0][1])
 
 
 def _for_state(mixer: nn.Module) -> nn.Module:
@@ -216,9 +216,9 @@ def candidates(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[Adapter]:
         _attention(block) for block, has in zip(anatomy.blocks, anatomy.has_rows, strict=True) if has
     ]
     # One layer that is not understood refuses the way for all: a plan may ask any layer for its rows.
-    if any(found is None for found in attentions):
+    if any(attention is None for attention in attentions):
         return
-    found = [attention for attention in attentions if attention is not None]
+    known = [attention for attention in attentions if attention is not None]
     config: Any_ = model.config
     # Order of the trials, the likeliest first; each is a whole adapter that `proof.py` runs:
     #
@@ -226,13 +226,13 @@ def candidates(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[Adapter]:
     #       └─ projection: apart (K's norm before or behind the transpose), fused (two layouts), latent
     #            └─ positions: by halves, by the model's own function, on a part; all layers, or some bare
     # Values that are cut off where they are large look like any other until they are large.
-    if any(getattr(of, "clip_qkv", None) is not None for of in (config, *found)):
+    if any(getattr(of, "clip_qkv", None) is not None for of in (config, *known)):
         return
     for norms in _norms(anatomy.blocks):
-        for projections, key, value in _projections(model, found):
+        for projections, key, value in _projections(model, known):
             scaled = iter(_scaled(anatomy, projections))
             whole = [next(scaled) if has else NoRows() for has in anatomy.has_rows]
-            yield from _positioned(model, anatomy, found, norms, whole, key, value)
+            yield from _positioned(model, anatomy, known, norms, whole, key, value)
 
 
 def _scaled(anatomy: Anatomy, projections: Sequence[Projection]) -> Iterator[Projection]:

@@ -24,12 +24,12 @@ def representatives(shape: ModelShape) -> dict[LayerShape, int]:
     """Return one layer of each sort, from the middle of its kind if it has more than two."""
     seen: Counter[LayerShape] = Counter()
     counts = Counter(shape.layers)
-    found = {}
+    by_sort = {}
     for i, layer in enumerate(shape.layers):
         if seen[layer] == counts[layer] // 2:
-            found[layer] = i
+            by_sort[layer] = i
         seen[layer] += 1
-    return found
+    return by_sort
 
 
 def _layer_shape(adapter: Adapter, number: int, layer: DecoderLayer) -> LayerShape:

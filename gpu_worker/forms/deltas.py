@@ -54,16 +54,16 @@ def chained_layers(streams: Collection[Stream]) -> frozenset[int]:
     Raises InvalidArgument(field="streams") for a delta whose layer below is held by no kind of its input,
     or by more than one: then it could be added to either.
     """
-    found = {0} if is_on_tokens(streams) else set()
+    chained = {0} if is_on_tokens(streams) else set()
     for stream in streams:
-        if stream.kind in DELTAS and stream.layer - 1 not in found:
+        if stream.kind in DELTAS and stream.layer - 1 not in chained:
             below = [kind for kind in CHAIN_KINDS if Stream(stream.layer - 1, kind) in streams]
             if len(below) != 1:
                 needed = f"one kind of the inputs of layer {stream.layer - 1}"
                 problem = f"{stream} needs {needed}, not {len(below)}"
                 raise InvalidArgument(field="streams", problem=problem)
-            found.add(stream.layer - 1)
-    return frozenset(found)
+            chained.add(stream.layer - 1)
+    return frozenset(chained)
 
 
 def marks_of(stored: Tensor, layer: int) -> Tensor:

@@ -195,14 +195,14 @@ def _decoded(identity: Identity, layer: int, block: Bytes) -> States:
     magic, version, of, count, fingerprint, digest, tensor_count, zero = _HEAD.unpack_from(block.data)
     if (magic, version, zero) != (_MAGIC, _VERSION, 0):
         raise SnapshotMismatch(layer=layer, problem="its bytes are no snapshot of this version")
-    for what, found, expected in (
+    for what, stored, expected in (
         ("layer", of, layer),
         ("token count", count, identity.token_count),
         ("model", fingerprint.hex(), identity.fingerprint.hex()),
         ("digest of tokens", digest.hex(), identity.digest.hex()),
     ):
-        if found != expected:
-            raise SnapshotMismatch(layer=layer, problem=f"its {what} is {found}, not {expected}")
+        if stored != expected:
+            raise SnapshotMismatch(layer=layer, problem=f"its {what} is {stored}, not {expected}")
     begin = _aligned(_HEAD.size + tensor_count * _TENSOR.size)
     states: dict[str, torch.Tensor] = {}
     for index in range(tensor_count):
@@ -253,13 +253,13 @@ class Snapshots:
         count = len(token_ids)
         # The end is looked for too: turns end anywhere, and leave a snapshot there.
         counts = [*range(GRAIN_TOKENS, count, GRAIN_TOKENS), count] if count else []
-        found = list(identities(self._fingerprint, token_ids, counts))[::-1]
+        prefixes = list(identities(self._fingerprint, token_ids, counts))[::-1]
         # One layer stands for all: its block is put last (`take`), so that the others are there already.
         first, space = self._adapter.state_layers[0], self._space(salt)
         try:
             # From the longest prefix down: most restores find theirs in the first request.
-            for begin in range(0, len(found), _LOOK_UP_KEYS):
-                some = found[begin : begin + _LOOK_UP_KEYS]
+            for begin in range(0, len(prefixes), _LOOK_UP_KEYS):
+                some = prefixes[begin : begin + _LOOK_UP_KEYS]
                 answers = self._client.blocks.look_up(space, [each.key(first) for each in some])
                 for identity, answer in zip(some, answers, strict=True):
                     if answer.state is LookupState.HIT:

@@ -197,7 +197,7 @@ def look_into(model: PreTrainedModel) -> tuple[str, list[object]]:
     # same rows but for rounding. Code that was put in does.
     implementation = str(getattr(model.config, "_attn_implementation", ""))
     attention = ALL_ATTENTION_FUNCTIONS.get(implementation)
-    found = [
+    facts = [
         looker.value(model.config, "config"),
         [] if attention is None else looker.foreign(attention, implementation),
         # Each part says its own name: where it stands in the list says nothing.
@@ -205,7 +205,7 @@ def look_into(model: PreTrainedModel) -> tuple[str, list[object]]:
         looker.patches({type(part.module).__module__ for part in executed.parts}),
     ]
     looker.seen += [*_global_hooks(), ALL_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS._global_mapping]  # noqa: SLF001
-    return f"executed:{hashlib.sha256(_text(found).encode()).hexdigest()}", looker.seen
+    return f"executed:{hashlib.sha256(_text(facts).encode()).hexdigest()}", looker.seen
 
 
 def has_merged_adapters(model: PreTrainedModel) -> bool:
@@ -367,16 +367,16 @@ class _Looker:
 
     def _packed(self, module: nn.Module, where: str) -> list[object]:
         """Weights in a form of the module's own, saved besides parameters and buffers."""
-        found: dict[str, object] = {}
+        packed: dict[str, object] = {}
         # Packed modules (torch.ao, bitsandbytes) show their weights here, and nowhere else.
         if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:  # noqa: SLF001
-            module._save_to_state_dict(found, "", keep_vars=True)  # noqa: SLF001
+            module._save_to_state_dict(packed, "", keep_vars=True)  # noqa: SLF001
         elif type(module).get_extra_state is not nn.Module.get_extra_state:
-            found["extra state"] = module.get_extra_state()
+            packed["extra state"] = module.get_extra_state()
         own = {*module._parameters, *module._buffers}  # noqa: SLF001
         return [
             [key, self.value(value, f"{where}.{key}")]
-            for key, value in sorted(found.items())
+            for key, value in sorted(packed.items())
             if key not in own
         ]
 
@@ -464,13 +464,13 @@ class _Looker:
 
     def _hidden_module(self, module: nn.Module, where: str) -> object:
         """A module that no other one has among its submodules, with its weights."""
-        found = Executed(module)
+        executed = Executed(module)
         self._names.update(
-            {key: f"{where}.{name}" for key, name in found.names.items() if key not in self._names}
+            {key: f"{where}.{name}" for key, name in executed.names.items() if key not in self._names}
         )
         return [
             self.part(ExecutedPart(f"{where}.{part.name}", part.module, is_added=True))
-            for part in found.parts
+            for part in executed.parts
         ]
 
     def _object(self, value: object, where: str) -> object:
@@ -486,8 +486,8 @@ class _Looker:
         return [self._class(type(value), where), items]
 
     def _config(self, config: PreTrainedConfig) -> str:
-        found = self._configs.get(id(config))
-        if found is None:
+        digest = self._configs.get(id(config))
+        if digest is None:
             self.seen.append(config)
             kept = {
                 name: value
@@ -495,8 +495,8 @@ class _Looker:
                 if name not in _TRANSIENT_SETTINGS and value is not None
             }
             text = json.dumps(kept, sort_keys=True, default=str)
-            found = self._configs[id(config)] = hashlib.sha256(text.encode()).hexdigest()
-        return found
+            digest = self._configs[id(config)] = hashlib.sha256(text.encode()).hexdigest()
+        return digest
 
     # -- code ------------------------------------------------------------------------------------------
 
@@ -519,7 +519,7 @@ class _Looker:
 
     def patches(self, modules: Iterable[str]) -> list[object]:
         """Functions that modules of libraries use by their names, and which no installed package brought."""
-        found: list[object] = []
+        patched: list[object] = []
         for name in sorted({*modules, *_USED} & sys.modules.keys()):
             self.seen.append(sys.modules[name])
             for attribute, held in sorted(vars(sys.modules[name]).items()):
@@ -528,8 +528,8 @@ class _Looker:
                     # says; code of a notebook or script is not.
                     is_installed = any(part in held.__code__.co_filename for part in _INSTALLED)
                     if not is_installed and (code := self.foreign(held, f"{name}.{attribute}")):
-                        found.append([name, attribute, code])
-        return found
+                        patched.append([name, attribute, code])
+        return patched
 
     def foreign(self, function: Any, where: str) -> list[object]:
         """The code of a function, where it or a function that it wraps is no library's; else nothing.

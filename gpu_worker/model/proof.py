@@ -87,17 +87,17 @@ def adapt(model: PreTrainedModel) -> Adapter:
 
 
 def _adapted(model: PreTrainedModel) -> Adapter:
-    found = anatomy(model)
+    parts = anatomy(model)
     if _is_loaded(model):
         # An engine may have torch make tensors on its GPU (`torch.set_default_device`); passes and probes
         # here name a device where they need one, and compare on the host.
         with _resting(model), torch.device("cpu"):
-            proven = _proven(model, found)
+            proven = _proven(model, parts)
             _check_recomputed(proven)
             return proven
-    if any(found.recurrences) or not all(found.has_rows):
+    if any(parts.recurrences) or not all(parts.has_rows):
         raise refuse(model, "its layers without keys and values are not proven, as it is not loaded")
-    adapter = next(_trials(model, found), "no projections of K and V were found")
+    adapter = next(_trials(model, parts), "no projections of K and V were found")
     if isinstance(adapter, str):
         raise refuse(model, f"it is not loaded, and its cache does not say how it comes about ({adapter})")
     return adapter
@@ -225,17 +225,17 @@ def difference(adapter: Adapter, kind: StateKind, kept: Cached | None = None) ->
     """Why rows of `kind` do not give back the adapter's cache; empty where they do."""
     try:
         rows, own = _saved(adapter, kind)
-        found = _restored(adapter, kind, rows)
+        restored = _restored(adapter, kind, rows)
         kinds = [adapter.kind_of(layer, kind) for layer in range(len(adapter.layers))]
         bounds = [
             (_ROUNDING if each is StateKind.HIDDEN else _ROW_ROUNDING)[adapter.model.dtype] for each in kinds
         ]
-        problem = _unequal(contents(found), contents(own), bounds)
+        problem = _unequal(contents(restored), contents(own), bounds)
         # Bit by bit: the same passes of the same model, with hooks and without.
         problem = problem or (kept and _unequal(contents(own), kept, [0.0] * len(kept))) or ""
         if problem:
             return problem
-        nexts = [_next_logits(adapter.model, cache) for cache in (found, own)]
+        nexts = [_next_logits(adapter.model, cache) for cache in (restored, own)]
     except _LIKE as error:
         return _line(error)
     return _far("logits", nexts[0], nexts[1], _ROUNDING[adapter.model.dtype])
@@ -248,10 +248,10 @@ def _with_snapshots(adapter: Adapter) -> Adapter:
         run(adapter.model, cache, token_ids(adapter.model)[:2])
         snapshot = Snapshot.of(adapter, cache, 2)
         rows, own = _saved(adapter, StateKind.HIDDEN)
-        found = _restored(adapter, StateKind.HIDDEN, rows, snapshot)
+        restored = _restored(adapter, StateKind.HIDDEN, rows, snapshot)
         bounds = [_ROUNDING[adapter.model.dtype]] * len(adapter.layers)
-        problem = _unequal(contents(found), contents(own), bounds)
-        nexts = [_next_logits(adapter.model, cache) for cache in (found, own)]
+        problem = _unequal(contents(restored), contents(own), bounds)
+        nexts = [_next_logits(adapter.model, cache) for cache in (restored, own)]
         problem = problem or _far("logits", nexts[0], nexts[1], _ROUNDING[adapter.model.dtype])
     except _LIKE as error:
         problem = _line(error)
@@ -303,7 +303,7 @@ def _restored(
 ) -> DynamicCache:
     target = CacheTarget(adapter, TOKEN_COUNT, snapshot=snapshot)
     modules = Modules(adapter, torch.arange(TOKEN_COUNT), standing=target.standing)
-    for layer, found in enumerate(rows):
+    for layer, layer_rows in enumerate(rows):
         own_kind = adapter.kind_of(layer, kind)
         if own_kind is None:
             continue
@@ -312,7 +312,7 @@ def _restored(
         # In two pieces where a state has to go on between them.
         cuts = (first, 2, TOKEN_COUNT) if adapter.layers[layer].recurrence else (first, TOKEN_COUNT)
         for begin, end in pairwise(sorted(set(cuts))):
-            data = found[begin:end].contiguous().view(torch.uint8)
+            data = layer_rows[begin:end].contiguous().view(torch.uint8)
             modules.restore(layer, method, data, begin, target.room(layer, begin, end))
         target.finish(layer)
     cache = target.cache
@@ -329,7 +329,7 @@ def token_ids(model: PreTrainedModel) -> list[int]:
 
 def contents(cache: DynamicCache) -> Cached:
     """The contents of each layer. Raises ValueError for one that lacks something."""
-    found: Cached = []
+    layers: Cached = []
     for layer, held in enumerate(cache.layers):
         halves = {"keys": held.keys, "values": held.values} if isinstance(held, CacheLayerMixin) else {}
         if any(half is None for half in halves.values()):
@@ -338,8 +338,8 @@ def contents(cache: DynamicCache) -> Cached:
         if isinstance(held, STATE_LAYERS) and not states:
             raise ValueError(f"layer {layer} of the cache holds no state")
         index = {"index": index_keys(held)} if isinstance(held, INDEXED_LAYERS) else {}
-        found.append({name: one for name, one in {**halves, **states, **index}.items() if one is not None})
-    return found
+        layers.append({name: one for name, one in {**halves, **states, **index}.items() if one is not None})
+    return layers
 
 
 def _kept(model: PreTrainedModel) -> Cached:
@@ -381,12 +381,12 @@ def _check_recomputed(adapter: Adapter) -> None:
     ids, positions, cache = token_ids(model), torch.arange(TOKEN_COUNT), DynamicCache(config=model.config)
     try:
         recompute_layers(adapter, cache, torch.tensor(ids), positions, len(adapter.layers))
-        found = contents(cache)
+        recomputed = contents(cache)
     except _LIKE as error:
         raise refuse(model, f"its layers do not come back from token ids: {_line(error)}") from error
     # A model may count positions its own way unless it is told (RoBERTa's begin behind the padding's).
-    bounds = [_WAY_ROUNDING[model.dtype]] * len(found)
-    problem = _unequal(found, _contents_of(model, (ids,)), bounds, far=_mostly_far)
+    bounds = [_WAY_ROUNDING[model.dtype]] * len(recomputed)
+    problem = _unequal(recomputed, _contents_of(model, (ids,)), bounds, far=_mostly_far)
     if problem:
         raise refuse(model, f"its layers do not come back from token ids: {problem}")
 
@@ -427,10 +427,10 @@ def _far(what: str, mine: Tensor, theirs: Tensor, bound: float) -> str:
     return "" if distance <= bound * scale else f"{what} differ by {distance / (scale or 1.0):.1e}"
 
 
-def _unequal(found: Cached, kept: Cached, bounds: Sequence[float], *, far: Far = _far) -> str:
-    if len(found) != len(kept):
-        return f"{len(found)} layers of a cache of {len(kept)}"
-    for layer, (mine, theirs, bound) in enumerate(zip(found, kept, bounds, strict=True)):
+def _unequal(cached: Cached, kept: Cached, bounds: Sequence[float], *, far: Far = _far) -> str:
+    if len(cached) != len(kept):
+        return f"{len(cached)} layers of a cache of {len(kept)}"
+    for layer, (mine, theirs, bound) in enumerate(zip(cached, kept, bounds, strict=True)):
         if mine.keys() != theirs.keys():
             return f"layer {layer} holds {sorted(mine)}, not {sorted(theirs)}"
         for name, kept_one in theirs.items():

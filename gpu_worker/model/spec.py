@@ -77,7 +77,7 @@ def digest_again(
 def check_same(model: PreTrainedModel, described: ModelSpec, weights_digest: str, place: str) -> None:
     """Raise ModelFingerprintMismatch unless the model that lies in a place is what was described."""
     kinds = {each.stream.kind for each in described.streams}
-    found = model_spec(
+    loaded = model_spec(
         model,
         model_id=described.model_id,
         weights_digest=weights_digest,
@@ -85,7 +85,7 @@ def check_same(model: PreTrainedModel, described: ModelSpec, weights_digest: str
         packed_kinds=[kind for kind in LOSSY_KINDS if kind in kinds],
     )
     # Only the engine that saved knows the tokenizer.
-    expected = replace(found, tokenizer_digest=described.tokenizer_digest)
+    expected = replace(loaded, tokenizer_digest=described.tokenizer_digest)
     if expected.fingerprint() != described.fingerprint():
         raise mismatch(described, expected, f"models/{described.model_id} is not what {place}")
 

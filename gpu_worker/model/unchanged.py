@@ -94,10 +94,10 @@ class Unchanged:
             return "changed in memory"
         return digest_weights(self._model)
 
-    def _compare(self, field: str, found: str) -> None:
+    def _compare(self, field: str, current: str) -> None:
         described = str(getattr(self._spec, field))
-        if found != described:
-            raise ModelChanged(model=self._spec.model_id, field=field, described=described, found=found)
+        if current != described:
+            raise ModelChanged(model=self._spec.model_id, field=field, described=described, found=current)
 
 
 class ModelSnapshot:

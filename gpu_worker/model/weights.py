@@ -35,13 +35,13 @@ class Sample:
         self._lock = threading.Lock()
         self._is_equal: bool | None = False if is_replaced else None
         self._expected = expected
-        device = next((one.device for one in values), torch.device("cpu"))
+        device = next((value.device for value in values), torch.device("cpu"))
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda" and not is_replaced:
             # Behind what computes now, and without a wait for it.
             values = [
-                torch.empty_like(one, device="cpu", pin_memory=True).copy_(one, non_blocking=True)
-                for one in values
+                torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+                for value in values
             ]
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
@@ -74,21 +74,23 @@ class WeightsWatch:
     def mark(self) -> None:
         """The weights are what they are now."""
         modules = [*self._model.modules()]
-        held: list[Mapping[str, object]] = [one._parameters for one in modules]  # noqa: SLF001
-        self._held = [*held, *(one._modules for one in modules)]  # noqa: SLF001
-        self._packed = [one.__dict__ for one in modules if any(map(one.__dict__.__contains__, PACKED))]
+        held: list[Mapping[str, object]] = [module._parameters for module in modules]  # noqa: SLF001
+        self._held = [*held, *(module._modules for module in modules)]  # noqa: SLF001
+        self._packed = [
+            module.__dict__ for module in modules if any(map(module.__dict__.__contains__, PACKED))
+        ]
         # Kept alive: an object that is gone could leave its id to another one.
         self._objects = self._current()
-        tensors = [one for one in self._objects if isinstance(one, Tensor) and _place(one)]
+        tensors = [value for value in self._objects if isinstance(value, Tensor) and _place(value)]
         self._placed = tensors
-        self._counted = [one for one in tensors if not one.is_inference()]
+        self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
         self._places = [*map(Tensor.data_ptr, self._placed)]
         self._versions = [*map(_VERSION, self._counted)]
         runs = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
         for run in chain.from_iterable(map(_runs, tensors)):
             runs[run.device, run.dtype].append(run)
         self._runs = [*runs.values()]
-        self._values = [one.cpu() for one in self._read()]
+        self._values = [tensor.cpu() for tensor in self._read()]
 
     @torch.no_grad()
     def sample(self) -> Sample:

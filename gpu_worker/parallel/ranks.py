@@ -95,14 +95,14 @@ class EngineRanks:
                         wait_for_workers=False,
                     )
             # torch's client blocks in `wait`: a clone has a connection of its own.
-            found = self._store.clone()
-            found.set_timeout(timeout)
+            connection = self._store.clone()
+            connection.set_timeout(timeout)
         except RuntimeError as error:
             self._store = None
             raise RankLost(rank=0, problem=f"cannot be reached: {problem_of(error)}") from error
         finally:
             self._store_lock.release()
-        return found
+        return connection
 
     def enter(self, deadline: Deadline) -> None:
         """Wait until no other round is under way here. Raises RestoreTooLate."""
@@ -157,14 +157,14 @@ class EngineRanks:
 def _connected(store: Store, share: ModelShare, device: torch.device, timeout: timedelta) -> ProcessGroup:
     # Made one by one, not by init_process_group: a worker serves several engines, and ranks that failed
     # meet again.
-    found: ProcessGroup
+    group: ProcessGroup
     if device.type == "cuda":
         options = _c10d.ProcessGroupNCCL.Options()
         options._timeout = timeout  # noqa: SLF001  its only name
-        found = _c10d.ProcessGroupNCCL(store, share.tensor_rank, share.tensor_ranks, options)
+        group = _c10d.ProcessGroupNCCL(store, share.tensor_rank, share.tensor_ranks, options)
     else:
-        found = _c10d.ProcessGroupGloo(store, share.tensor_rank, share.tensor_ranks, timeout)
-    return found
+        group = _c10d.ProcessGroupGloo(store, share.tensor_rank, share.tensor_ranks, timeout)
+    return group
 
 
 def timeout_of(deadline: Deadline) -> timedelta:

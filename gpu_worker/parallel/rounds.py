@@ -221,14 +221,14 @@ class SharedRound:
         most = -(-count // ranks)
         if len(own) < most:
             own = torch.cat((own, own.new_zeros(most - len(own), own.shape[1])))
-        found = own.new_empty(most * ranks, own.shape[1])
+        gathered = own.new_empty(most * ranks, own.shape[1])
         options = _c10d.AllgatherOptions()
         options.timeout = timeout_of(self._deadline)
         try:
-            group._allgather_base(found, own.contiguous(), options).wait()  # noqa: SLF001  its only name
+            group._allgather_base(gathered, own.contiguous(), options).wait()  # noqa: SLF001  its only name
         except RuntimeError as error:
             raise RankLost(rank="?", problem=problem_of(error)) from error
-        return found[:count]
+        return gathered[:count]
 
     def check_whole(self) -> None:
         """Raise RankLost for a round that was left before all said that it is whole."""
@@ -316,10 +316,10 @@ class SharedRound:
             raise RankLost(rank=rank, problem=f"says nothing: {problem_of(error)}") from error
         if message == _WHOLE:
             return {}
-        found: Mapping[str, Any] = json.loads(message)
-        if "failed" in found:
-            raise RankFailed(rank=rank, problem=found["failed"])
-        return found
+        reply: Mapping[str, Any] = json.loads(message)
+        if "failed" in reply:
+            raise RankFailed(rank=rank, problem=reply["failed"])
+        return reply
 
     def _meet(self, what: str) -> None:
         self._say(self._mine(what), _WHOLE)
@@ -366,15 +366,15 @@ def taking_part(ranks: EngineRanks, name: str, deadline: Deadline) -> Iterator[S
 
     Leaving it by an error tells the other ranks. Raises RankLost, RestoreTooLate, InvalidArgument.
     """
-    found = SharedRound(ranks, name, deadline)
+    shared_round = SharedRound(ranks, name, deadline)
     try:
-        yield found
-        found.check_whole()
+        yield shared_round
+        shared_round.check_whole()
     except BaseException as error:
-        found.fail(error)
+        shared_round.fail(error)
         raise
     finally:
-        found.leave()
+        shared_round.leave()
 
 
 def _encode(message: Mapping[str, Any]) -> bytes:

@@ -146,11 +146,11 @@ def inputs_of(
 
     Rows are of the model's type. For adapters that have token inputs.
     """
-    block, device, found = adapter.layers[0].block, adapter.layers[0].device, list[Tensor]()
+    block, device, inputs = adapter.layers[0].block, adapter.layers[0].device, list[Tensor]()
 
     # Any: a hook sees whatever the model passes to its layer.
     def take(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(layer_input(args, kwargs)[0])
+        inputs.append(layer_input(args, kwargs)[0])
         raise _Stop
 
     for begin in range(0, len(token_ids), piece_tokens):
@@ -159,7 +159,7 @@ def inputs_of(
         cache = DynamicCache(config=adapter.model.config)
         # Whatever the model does ahead of its layers is done: scales, learned positions, a norm.
         _until(adapter, cache, ids, at, block.register_forward_pre_hook(take, with_kwargs=True))
-        yield begin, found.pop().to(adapter.model.dtype)
+        yield begin, inputs.pop().to(adapter.model.dtype)
 
 
 def _at(base: nn.Module, positions: Tensor) -> dict[str, Tensor]:

@@ -262,11 +262,11 @@ class Chooser:
         planned = self._planner.together(
             [
                 (
-                    _holding(each.held, layer_count, [HeldSpan(place, 0, each.history)]),
-                    each.history,
-                    each.new_tokens,
+                    _holding(wanted.held, layer_count, [HeldSpan(place, 0, wanted.history)]),
+                    wanted.history,
+                    wanted.new_tokens,
                 )
-                for each in sessions
+                for wanted in sessions
             ]
         )
         return [(index, Choice(None, planned.plans[index])) for index in planned.order]

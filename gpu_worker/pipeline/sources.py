@@ -293,7 +293,7 @@ def _transfer(into: Tensor, copies: Sequence[tuple[int, Bytes]]) -> None:
 
 
 def _copy_all(into: Tensor, copies: Sequence[tuple[int, Bytes]]) -> None:
-    targets, found = list[Tensor](), list[Tensor]()
+    targets, sources = list[Tensor](), list[Tensor]()
     flat, row_bytes = into.view(-1), into.shape[1]
     for first, rows in copies:
         at = first * row_bytes
@@ -301,10 +301,10 @@ def _copy_all(into: Tensor, copies: Sequence[tuple[int, Bytes]]) -> None:
         # would be gathered in the host's memory before the copy.
         for run in rows if rows.ndim > 2 else (rows,):
             targets.append(flat[at : at + run.nbytes])
-            found.append(torch.from_numpy(run.reshape(-1)))
+            sources.append(torch.from_numpy(run.reshape(-1)))
             at += run.nbytes
     # One call: the interpreter is left once, however many pieces there are.
-    torch._foreach_copy_(targets, found, non_blocking=True)
+    torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _bring_planes(
@@ -440,10 +440,10 @@ class ArenaSource(LeasedSource):
         return ChunkPiece(segment.segment_id, offset, size, at * row_bytes, total)
 
     def _judge(
-        self, stream: Stream, ended: Sequence[PlacedSegment], sums: Sequence[int], found: Sequence[int]
+        self, stream: Stream, ended: Sequence[PlacedSegment], sums: Sequence[int], checksums: Sequence[int]
     ) -> CacheError | None:
         """See Judge."""
-        for segment, expected, checksum in zip(ended, sums, found, strict=True):
+        for segment, expected, checksum in zip(ended, sums, checksums, strict=True):
             if expected != checksum:
                 return self._differs(stream, segment.segment_id)
         return None

@@ -126,18 +126,18 @@ def baselines(
     """Return the assignments by name; `split_at` is None where the engine does not split layers."""
     # Named as papers and operators name them; one that a layer cannot do is left out, not approximated.
     ways = _ways(layers)
-    found = {
+    assignments = {
         RECOMPUTE: _assignment(ways, MethodCounts(len(layers), 0, 0)),
         KV: _assignment(ways, MethodCounts(0, 0, len(layers))),
         HIDDEN: _assignment(ways, MethodCounts(0, len(layers), 0)),
     }
     times = _times(ways)
-    if times is not None and found[RECOMPUTE]:
-        found[NAIVE_HYBRID] = _assignment(ways, naive_hybrid_schedule(len(layers), times))
-        found[HCACHE] = _assignment(ways, hcache_schedule(len(layers), times))
+    if times is not None and assignments[RECOMPUTE]:
+        assignments[NAIVE_HYBRID] = _assignment(ways, naive_hybrid_schedule(len(layers), times))
+        assignments[HCACHE] = _assignment(ways, hcache_schedule(len(layers), times))
     if times is not None and split_at is not None and history:
-        found[KVPR] = _all_split(len(layers), history, split_at, times)
-    return {name: assignment for name, assignment in found.items() if assignment is not None}
+        assignments[KVPR] = _all_split(len(layers), history, split_at, times)
+    return {name: assignment for name, assignment in assignments.items() if assignment is not None}
 
 
 def split_everywhere(

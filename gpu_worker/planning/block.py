@@ -97,13 +97,13 @@ def step(*, read_s: float = 0.0, copy_s: float = 0.0, compute_s: float = 0.0) ->
     )
 
 
-def is_better_first(one: StreamBlock, other: StreamBlock) -> bool:
+def is_better_first(block: StreamBlock, other: StreamBlock) -> bool:
     """Whether `one` before `other` is never worse than the other way round, from any state.
 
     For two streams this is Johnson's rule (1954) and always holds one way or the other; for three
     streams neither order may be better always.
     """
-    return one.then(other).never_later_than(other.then(one))
+    return block.then(other).never_later_than(other.then(block))
 
 
 def in_order(blocks: Sequence[StreamBlock]) -> list[int] | None:

@@ -178,7 +178,7 @@ def known_profile(name: str, *, ssd_count: int | None = None, gpu_count: int = 1
     """
     if gpu_count < 1 or (ssd_count is not None and ssd_count < 1):
         raise InvalidArgument(field="gpu_count, ssd_count", problem="must be at least 1")
-    one = _PROFILES[name]
-    ssd = one.ssd if ssd_count is None else Link(ssd_count * PM9A3_BYTES_PER_S, one.ssd.latency_s)
+    profile = _PROFILES[name]
+    ssd = profile.ssd if ssd_count is None else Link(ssd_count * PM9A3_BYTES_PER_S, profile.ssd.latency_s)
     # SSDs are not multiplied: all devices read from the same ones.
-    return replace(one, ssd=ssd).shared_by(gpu_count)
+    return replace(profile, ssd=ssd).shared_by(gpu_count)

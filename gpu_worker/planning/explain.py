@@ -102,11 +102,11 @@ class ExplainedRun:
 def rows(plan: Plan) -> list[ExplainedRun]:
     """Return the plan's layers, those that are alike in one row."""
     by_layer = [(_method(pieces), reason(plan, layer)) for layer, pieces in enumerate(plan.layers)]
-    found = []
+    runs = []
     for _, group in groupby(range(len(plan.layers)), key=lambda layer: by_layer[layer]):
         layers = list(group)
         pieces = [piece for layer in layers for piece in plan.layers[layer]]
-        found.append(
+        runs.append(
             ExplainedRun(
                 begin=layers[0],
                 end=layers[-1] + 1,
@@ -119,7 +119,7 @@ def rows(plan: Plan) -> list[ExplainedRun]:
                 reason=by_layer[layers[0]][1],
             )
         )
-    return found
+    return runs
 
 
 def bottleneck(plan: Plan) -> str:

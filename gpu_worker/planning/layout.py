@@ -116,12 +116,12 @@ def choose_layout(
     saves little is not kept. Raises InvalidArgument(field="holding") where nothing works.
     """
     # Returns that never happen are left out: planning for them would change nothing.
-    case = _Case(model, profile, engine or EngineAbilities(), [each for each in returns if each.count > 0])
+    case = _Case(model, profile, engine or EngineAbilities(), [back for back in returns if back.count > 0])
     layouts = [layout for kinds in dict.fromkeys(_candidates(case)) if (layout := _layout(case, kinds))]
     if not layouts:
         raise InvalidArgument(field="holding", problem="no layout lets every layer come back")
     # Rent is for the session at its longest: shorter returns read a part of the same rows.
-    longest = max((each.history for each in case.returns), default=1)
+    longest = max((back.history for back in case.returns), default=1)
 
     def cost(layout: SessionLayout) -> tuple[float, float]:
         size_bytes = layout.bytes_per_token * longest
@@ -142,10 +142,10 @@ def snapshot_every(model: ModelShape, profile: Profile, returns: Sequence[Return
     of all its tokens where nothing is taken. Near the optimum of Young (1974), sqrt(2 T S / (r c)).
     """
     layers = [layer for layer in model.layers if layer.kind is LayerKind.LINEAR and layer.is_from_hidden]
-    wanted = [each for each in returns if each.count > 0 and each.history > 0]
+    wanted = [back for back in returns if back.count > 0 and back.history > 0]
     if not layers or not wanted:
         return 0
-    longest = max(each.history for each in wanted)
+    longest = max(back.history for back in wanted)
     state_bytes = sum(layer.state_bytes for layer in layers)
     # Seconds that a distance E between snapshots costs, over all returns of r tokens:
     #
@@ -154,22 +154,22 @@ def snapshot_every(model: ModelShape, profile: Profile, returns: Sequence[Return
     #     rebuilding   half of E on average, from rows: copying or the mixer, whichever is slower
     #
     # Taking falls with E and rebuilding rises: Young's checkpoint interval, sqrt(2 T S / (r c)).
-    taking_s = max(sum(profile.transfer_s({each.place: state_bytes})) for each in wanted)
+    taking_s = max(sum(profile.transfer_s({back.place: state_bytes})) for back in wanted)
 
-    def rebuilding_s(each: Return, tokens: int) -> float:
+    def rebuilding_s(back: Return, tokens: int) -> float:
         """Bytes and computation overlap: the slower of them."""
         size_bytes = sum(layer.hidden_row_bytes for layer in layers) * tokens
         computing_s = sum(
             profile.project_s(layer, tokens) * layer.state_flops / max(layer.project_flops, 1.0)
             for layer in layers
         )
-        return max(sum(profile.transfer_s({each.place: size_bytes})), computing_s)
+        return max(sum(profile.transfer_s({back.place: size_bytes})), computing_s)
 
     def cost_s(every: int) -> float:
         if not every:
-            return sum(each.count * rebuilding_s(each, each.history) for each in wanted)
-        loading_s = taking_s * sum(each.count for each in wanted if each.history >= every)
-        back_s = sum(each.count * rebuilding_s(each, min(every // 2, each.history)) for each in wanted)
+            return sum(back.count * rebuilding_s(back, back.history) for back in wanted)
+        loading_s = taking_s * sum(back.count for back in wanted if back.history >= every)
+        back_s = sum(back.count * rebuilding_s(back, min(every // 2, back.history)) for back in wanted)
         return longest // every * taking_s + loading_s + back_s
 
     # Powers of two times the grain: a distance that changes
@@ -247,18 +247,18 @@ def _packed(engine: EngineAbilities) -> list[StateKind]:
 
 def _chains(model: ModelShape, kind: StateKind, every: int) -> Kinds:
     """Deltas with a base in 8 bits every so many layers, and behind a layer that has no delta."""
-    found: list[StateKind | None] = []
+    kinds: list[StateKind | None] = []
     length = 0
     for layer in model.layers:
         if kind not in layer.kinds:
-            found.append(layer.saved_kind)
+            kinds.append(layer.saved_kind)
             length = 0
         else:
-            found.append(kind if length % every else _BASE)
+            kinds.append(kind if length % every else _BASE)
             length += 1
-    if model.has_token_inputs and found[:2] == [_BASE, kind]:
-        found[0] = None
-    return tuple(found)
+    if model.has_token_inputs and kinds[:2] == [_BASE, kind]:
+        kinds[0] = None
+    return tuple(kinds)
 
 
 def _layout(case: _Case, kinds: Kinds) -> SessionLayout | None:
@@ -271,10 +271,10 @@ def _layout(case: _Case, kinds: Kinds) -> SessionLayout | None:
     return SessionLayout(kinds, TOKEN_ROW_BYTES + sum(sizes), restore_s)
 
 
-def _request(case: _Case, kinds: Sequence[Sequence[StateKind]], each: Return) -> PlanRequest:
-    spans = (HeldSpan(each.place, 0, each.history),)
+def _request(case: _Case, kinds: Sequence[Sequence[StateKind]], back: Return) -> PlanRequest:
+    spans = (HeldSpan(back.place, 0, back.history),)
     holding = Holding(tuple(LayerHolding(tuple((kind, spans) for kind in some)) for some in kinds))
-    return PlanRequest(case.model, holding, each.history, case.profile, each.new_tokens, case.engine)
+    return PlanRequest(case.model, holding, back.history, case.profile, back.new_tokens, case.engine)
 
 
 def _or_rows(layer: LayerShape, kind: StateKind) -> StateKind | None:

@@ -152,14 +152,14 @@ def _methods(layer: LayerShape, engine: EngineAbilities) -> tuple[Method, ...]:
 
 def _worth_a_look(pieces: list[LayerPiece]) -> list[LayerPiece]:
     """The pieces without those that another one beats, or equals before them, on every stream."""
-    found: list[LayerPiece] = []
+    kept: list[LayerPiece] = []
     for i, piece in enumerate(pieces):
-        others = (*found, *pieces[i + 1 :])
+        others = (*kept, *pieces[i + 1 :])
         if len(pieces) <= _FEW_OPTIONS or not any(
-            _is_no_later(other, piece, is_first=other in found) for other in others
+            _is_no_later(other, piece, is_first=other in kept) for other in others
         ):
-            found.append(piece)
-    return found
+            kept.append(piece)
+    return kept
 
 
 def _is_no_later(one: LayerPiece, other: LayerPiece, *, is_first: bool) -> bool:

@@ -129,17 +129,17 @@ def _delta_kinds(request: PlanRequest) -> Mapping[int, StateKind]:
     """Layers that can come back as deltas, and by which kind: the smallest that is held and allowed."""
     allowed = {StateKind.HIDDEN, *request.engine.lossy_kinds}
     held = [allowed.intersection(kind for kind, _ in each.kinds) for each in request.holding.layers]
-    found: dict[int, StateKind] = {}
+    by_layer: dict[int, StateKind] = {}
     if _is_on_tokens(request) and (kinds := held[1].intersection(DELTAS, request.model.layers[1].kinds)):
-        found[1] = min(kinds, key=request.model.layers[1].row_bytes)
+        by_layer[1] = min(kinds, key=request.model.layers[1].row_bytes)
     for number in range(1, len(held)):
         layer, below = request.model.layers[number], request.model.layers[number - 1]
         kinds = held[number].intersection(DELTAS, layer.kinds)
         bases = held[number - 1].intersection(CHAIN_KINDS, below.kinds)
         # A base that is a delta itself needs its own base in turn: chains are found from below.
-        if kinds and len(bases) == 1 and (number - 1 in found or not bases.intersection(DELTAS)):
-            found[number] = min(kinds, key=layer.row_bytes)
-    return found
+        if kinds and len(bases) == 1 and (number - 1 in by_layer or not bases.intersection(DELTAS)):
+            by_layer[number] = min(kinds, key=layer.row_bytes)
+    return by_layer
 
 
 def _is_on_tokens(request: PlanRequest) -> bool:
@@ -220,12 +220,12 @@ def compare(request: PlanRequest) -> Mapping[str, float]:
 
     Where a loss is allowed, `lossless` is the best plan without.
     """
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     if request.engine.lossy_kinds:
         request = replace(request, engine=replace(request.engine, lossy_kinds=frozenset()))
         with suppress(InvalidArgument):
-            found[LOSSLESS] = plan(request).end_s
-    return found | {name: other.end_s for name, other in alternatives(request).items()}
+            seconds[LOSSLESS] = plan(request).end_s
+    return seconds | {name: other.end_s for name, other in alternatives(request).items()}
 
 
 def alternatives(request: PlanRequest) -> Mapping[str, Plan]:
@@ -307,13 +307,13 @@ class _Problem:
 def _options(request: PlanRequest) -> list[LayerOptions]:
     # Layers of one kind that are held alike share their options, and their ways in the search.
     known: dict[tuple[int, int], LayerOptions] = {}
-    found = []
+    options = []
     for layer, held in zip(request.model.layers, request.holding.layers, strict=True):
         key = (id(layer), id(held))
         if key not in known:
             known[key] = layer_options(layer, held, request.history, request.profile, request.engine)
-        found.append(known[key])
-    return found
+        options.append(known[key])
+    return options
 
 
 def _prefill_s(request: PlanRequest) -> tuple[float, ...]:
@@ -327,7 +327,7 @@ def _prefill_s(request: PlanRequest) -> tuple[float, ...]:
 
 def _choices(problem: _Problem) -> list[Choices]:
     known: dict[tuple[int, float], Choices] = {}
-    found = []
+    choices = []
     for i, layer in enumerate(problem.layers):
         behind_s = problem.new_tokens.behind(i)
         key = (id(layer), behind_s)
@@ -338,8 +338,8 @@ def _choices(problem: _Problem) -> list[Choices]:
                 recompute=None if layer.recompute is None else layer.recompute.block(behind_s),
                 frontier=tuple(option.block(behind_s) for option in layer.frontier),
             )
-        found.append(known[key])
-    return found
+        choices.append(known[key])
+    return choices
 
 
 def _assignment(solution: Solution, layers: Sequence[LayerOptions]) -> Assignment:

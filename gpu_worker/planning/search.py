@@ -90,10 +90,10 @@ def bounds(
     kinds = {id(blocks): blocks for blocks in choices}
     layers = [id(blocks) for blocks in choices]
     # One list of sums for each set of weights, made once: a bound in the search is then three products.
-    found = (
+    limits = (
         SearchBound(*weights, _rest(layers, kinds, weights)) for weights in _all_weights(options.values())
     )
-    return tuple(sorted(found, key=lambda bound: -bound.rest_s[0]))
+    return tuple(sorted(limits, key=lambda bound: -bound.rest_s[0]))
 
 
 def _rest(
@@ -230,7 +230,7 @@ def runs_of(
 ) -> list[LikeLayers]:
     """Return the runs of layers whose choices are one object, in layer order."""
     begin = 0
-    found: list[LikeLayers] = []
+    runs: list[LikeLayers] = []
     kinds: dict[int, _Kind] = {}
     while begin < len(choices):
         blocks, option_count = choices[begin], option_counts[begin]
@@ -245,9 +245,9 @@ def runs_of(
         powers = (
             tuple(block.powers(end - begin) for block in blocks[:option_count]) if end > begin + 1 else ()
         )
-        found.append(LikeLayers(begin, end, blocks, option_count, kind, powers))
+        runs.append(LikeLayers(begin, end, blocks, option_count, kind, powers))
         begin = end
-    return found
+    return runs
 
 
 def _kind(blocks: tuple[StreamBlock, ...], option_count: int, limits: Sequence[SearchBound]) -> _Kind:
@@ -449,10 +449,10 @@ class _Search:
         state, taken = way.state, [0] * run.option_count
         options = run.blocks[: run.option_count]
         for layer in range(way.layer, run.end):
-            found = self._most_promising(options, state, layer + 1)
-            if found is None:
+            step = self._most_promising(options, state, layer + 1)
+            if step is None:
                 return None
-            pick, state = found
+            pick, state = step
             taken[pick] += 1
         picks = run.sorted(taken)
         # The same picks in their better order end no later.
@@ -467,19 +467,19 @@ class _Search:
 
         None: no option may be best.
         """
-        least_s, found = self._best_s, None
+        least_s, best = self._best_s, None
         for pick, block in enumerate(options):
             after = block.after(state)
             bound_s = self._bound_s(after, layer, least_s)
             if bound_s < least_s:
-                least_s, found = bound_s, (pick, after)
-        return found
+                least_s, best = bound_s, (pick, after)
+        return best
 
     # -- through the layers ------------------------------------------------------------------------
 
     def _through(self, run: LikeLayers, front: list[_Way], roots: list[_Way], runs_left: int) -> list[_Way]:
         """Return the ways past a run; none behind the last one."""
-        found: list[_Way] = []
+        ways: list[_Way] = []
         is_last = run.end == len(self._layers)
         for way in chain(front, self._entering(roots)):
             may_split = not way.has_split and self._may_split(way)
@@ -499,8 +499,8 @@ class _Search:
                 if is_last:
                     self._finish(after)
                 else:
-                    found.append(after)
-        return self._kept(_undominated(found), runs_left)
+                    ways.append(after)
+        return self._kept(_undominated(ways), runs_left)
 
     def _entering(self, roots: list[_Way]) -> Iterator[_Way]:
         """Where plans begin here, the most promising first; only that one when there were too many steps."""

@@ -100,12 +100,12 @@ def ways(request: PlanRequest) -> tuple[Way, ...]:
     if request.history:
         with suppress(InvalidArgument):
             plans.extend(alternatives(request).values())
-    found: list[Way] = []
-    for each in plans:
-        way = Way(each, reduce(StreamBlock.then, map(_block, each.timeline.steps), NOTHING))
-        if not any(other.block.never_later_than(way.block) for other in found):
-            found.append(way)
-    return tuple(found)
+    kept: list[Way] = []
+    for candidate in plans:
+        way = Way(candidate, reduce(StreamBlock.then, map(_block, candidate.timeline.steps), NOTHING))
+        if not any(other.block.never_later_than(way.block) for other in kept):
+            kept.append(way)
+    return tuple(kept)
 
 
 def arranged(sessions: Sequence[Sequence[Way]]) -> PlannedTogether:
@@ -140,10 +140,10 @@ def in_turn(plans: Iterable[Plan]) -> list[Timeline]:
     steps = [(number, timed.step) for number, each in enumerate(plans) for timed in each.timeline.steps]
     timed = simulate(each for _, each in steps).steps
     count = 1 + max((number for number, _ in steps), default=-1)
-    found: list[list[int]] = [[] for _ in range(count)]
+    places_of: list[list[int]] = [[] for _ in range(count)]
     for place, (number, _) in enumerate(steps):
-        found[number].append(place)
-    return [Timeline(tuple(timed[place] for place in places)) for places in found]
+        places_of[number].append(place)
+    return [Timeline(tuple(timed[place] for place in places)) for places in places_of]
 
 
 def _followed(blocks: Sequence[Sequence[StreamBlock]], order: Sequence[int]) -> _Chosen:
@@ -159,21 +159,21 @@ def _choose(blocks: Sequence[Sequence[StreamBlock]], order: Sequence[int]) -> _C
     """A way for each session of an order, so that the sum of their ends is least; near it for many ways."""
     front = [_Chosen(START, 0.0, ())]
     for place, index in enumerate(order, 1):
-        found = []
+        longer = []
         for chosen in front:
             for pick, block in enumerate(blocks[index]):
                 state = block.after(chosen.state)
-                found.append(_Chosen(state, chosen.total_s + state[2], (*chosen.picks, pick)))
-        front = _kept(found, left=len(order) - place)
+                longer.append(_Chosen(state, chosen.total_s + state[2], (*chosen.picks, pick)))
+        front = _kept(longer, left=len(order) - place)
     return min(front, key=lambda chosen: chosen.total_s)
 
 
-def _kept(found: list[_Chosen], *, left: int) -> list[_Chosen]:
+def _kept(candidates: list[_Chosen], *, left: int) -> list[_Chosen]:
     """The most promising: the next session waits for the stream that is free last."""
     # Sessions behind wait for the streams: the mean of the three is a guess of how long.
-    found.sort(key=lambda chosen: (chosen.total_s + left * sum(chosen.state) / len(START), chosen.state))
+    candidates.sort(key=lambda chosen: (chosen.total_s + left * sum(chosen.state) / len(START), chosen.state))
     kept: list[_Chosen] = []
-    for chosen in found:
+    for chosen in candidates:
         if len(kept) == WIDTH:
             break
         if not any(_beats(other, chosen) for other in kept):

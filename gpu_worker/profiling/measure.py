@@ -253,7 +253,7 @@ def _restored(
     """Seconds from rows of each kind, packed ones made wide first, to keys and values."""
     device, dtype = adapter.layers[layer].device, adapter.model.dtype
     restorer = Restorer(adapter, torch.arange(length))
-    found = {}
+    by_stage = {}
     for kind in shape.kinds:
         method, size = Method[kind.name], adapter.element_count(kind, layer)
         # Deltas take the stage of 4 bits: what they add is one addition.
@@ -266,8 +266,8 @@ def _restored(
         restore: Callable[[], object] = partial(restorer.layer, layer, method, example)
         if adapter.layers[layer].recurrence is not None:
             restore = partial(_state, adapter, layer, method, example)
-        found[Stage.of(method)] = median(watch.seconds(restore))
-    return found
+        by_stage[Stage.of(method)] = median(watch.seconds(restore))
+    return by_stage
 
 
 def _state(adapter: Adapter, layer: int, method: Method, rows: Tensor) -> None:
@@ -321,8 +321,8 @@ class _LayerClock:
 def _ascending(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """The points with no time below that of fewer tokens: noise must not make more work look cheaper."""
     least = 0.0
-    found = []
+    ascending = []
     for length, seconds in points:
         least = max(least, seconds)
-        found.append((length, least))
-    return tuple(found)
+        ascending.append((length, least))
+    return tuple(ascending)

@@ -54,12 +54,12 @@ def read_profile(path: Path) -> Measured:
     """Read it back. Raises InvalidArgument(field="profile") for anything but a profile, FileNotFoundError."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        found = document["format"]
-        if found == FORMAT:
+        version = document["format"]
+        if version == FORMAT:
             return _measured(document)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, CacheError) as error:
         raise InvalidArgument(field="profile", problem=f"{path} cannot be read: {error!r}") from error
-    raise InvalidArgument(field="profile", problem=f"{path} has format {found!r}, not {FORMAT}")
+    raise InvalidArgument(field="profile", problem=f"{path} has format {version!r}, not {FORMAT}")
 
 
 def _measured(document: Mapping[str, Any]) -> Measured:
@@ -103,10 +103,10 @@ def _document(measured: Measured) -> dict[str, Any]:
 
 def _profile(document: Mapping[str, Any], layers: list[LayerShape]) -> Profile:
     curves = {
-        (Stage(each["stage"]), layers[each["layer"]]): Curve(
-            tuple((int(at), float(s)) for at, s in each["points"])
+        (Stage(curve["stage"]), layers[curve["layer"]]): Curve(
+            tuple((int(at), float(s)) for at, s in curve["points"])
         )
-        for each in document["curves"]
+        for curve in document["curves"]
     }
     return Profile(
         name=document["name"],

@@ -172,10 +172,10 @@ class Aging:
         self._allowed = frozenset(spec.stream.kind for spec in model.spec.streams)
         engine = EngineAbilities(lossy_kinds=self._allowed & frozenset(LOSSY_KINDS))
         self._planner = AdaptivePlanner(self._shape, profile, engine=engine)
-        found = _by_layer(hot, len(self._shape.layers))
-        if found is None:
+        by_layer = _by_layer(hot, len(self._shape.layers))
+        if by_layer is None:
             raise InvalidArgument(field="hot", problem="a layer has several kinds")
-        self._hot = found
+        self._hot = by_layer
 
     # -- which form ----------------------------------------------------------------------------------
 
@@ -432,12 +432,12 @@ class Aging:
                 is_quiet=True,
             ) as rows:
                 token_ids = rows.token_ids()
-                found = {}
+                by_stream = {}
                 for stream, source in needed.items():
                     part = torch.from_numpy(rows.array(source))
-                    found[stream] = part if source.kind in LOSSY_KINDS else part.view(dtype)
+                    by_stream[stream] = part if source.kind in LOSSY_KINDS else part.view(dtype)
             # Behind the lease: `array` has copied the rows.
-            yield token_ids, found
+            yield token_ids, by_stream
 
     def _computed_rows(
         self, session: SessionInfo, streams: Sequence[Stream]
@@ -447,19 +447,19 @@ class Aging:
             streams=[TOKENS], if_generation_match=session.generation, is_quiet=True
         ) as rows:
             token_ids = rows.token_ids()
-        adapter, found = self._adapter, dict[Stream, list[Tensor]]()
+        adapter, by_stream = self._adapter, dict[Stream, list[Tensor]]()
 
         def sink(layer: int, kind: StateKind, part: Tensor) -> None:
             # The model uses the memory of its activations again at the next pass.
-            found.setdefault(Stream(layer, kind), []).append(part.clone())
+            by_stream.setdefault(Stream(layer, kind), []).append(part.clone())
 
         cache = DynamicCache(config=adapter.model.config)
         with Capture(adapter, streams, sink):
             for begin in range(0, len(token_ids), PIECE_TOKENS):
                 piece = token_ids[begin : begin + PIECE_TOKENS]
                 prefill(adapter.model, cache, piece, is_stepwise=adapter.is_stepwise)
-                yield piece, {stream: torch.cat(parts) for stream, parts in found.items()}
-                found.clear()
+                yield piece, {stream: torch.cat(parts) for stream, parts in by_stream.items()}
+                by_stream.clear()
 
 
 class _Watching:

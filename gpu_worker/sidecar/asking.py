@@ -80,11 +80,11 @@ def plan_kinds(request: worker_pb2.PlanRequest) -> list[StateKind]:
 
 def lengths(request: worker_pb2.ProfileRequest) -> tuple[int, ...]:
     """Lengths to measure at, ascending. Raises InvalidArgument."""
-    found = tuple(sorted(set(request.token_counts)))
-    if len(found) > LENGTHS_LIMIT or any(not 1 <= length <= LENGTH_LIMIT for length in found):
+    lengths = tuple(sorted(set(request.token_counts)))
+    if len(lengths) > LENGTHS_LIMIT or any(not 1 <= length <= LENGTH_LIMIT for length in lengths):
         problem = f"more than {LENGTHS_LIMIT}, or one is not within [1, {LENGTH_LIMIT}]"
         raise InvalidArgument(field="token_counts", problem=problem)
-    return found
+    return lengths
 
 
 def _timeout_s(request: worker_pb2.RestoreRequest, longest_s: float) -> float:

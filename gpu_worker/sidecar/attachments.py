@@ -72,10 +72,10 @@ class Attachments:
 
     def get(self, attachment_id: str) -> Attachment:
         """One by its id. Raises AttachmentNotFound."""
-        found = self._by_id.get(attachment_id)
-        if found is None:
+        attachment = self._by_id.get(attachment_id)
+        if attachment is None:
             raise AttachmentNotFound(attachment_id=attachment_id[:64])
-        return found
+        return attachment
 
     def seen(self) -> Attached:
         """All attachments together. For any thread."""

@@ -61,27 +61,27 @@ class Box:
 #
 # Boxes are compared from the longest stride inward. Where both have it, repetitions that come near are
 # compared by their insides; where one has it, each of its repetitions is compared with the other box.
-def overlap(one: Box, other: Box) -> bool:
+def overlap(box: Box, other: Box) -> bool:
     """Whether two boxes, each of which covers itself once, share a byte.
 
     True also where that is not known.
     """
     # Most pairs are far apart: the first bytes and the last decide.
-    if one.end <= other.offset or other.end <= one.offset:
+    if box.end <= other.offset or other.end <= box.offset:
         return False
     # Two plain runs of bytes that come together share one.
-    if not one.axes and not other.axes:
+    if not box.axes and not other.axes:
         return True
-    outer, which = _outermost(one, other)
+    outer, which = _outermost(box, other)
     if which is None:
-        inner, against = _inside(one), _inside(other)
-        shift = other.offset - one.offset
+        inner, against = _inside(box), _inside(other)
+        shift = other.offset - box.offset
         return any(
             overlap(Box(0, inner.axes, inner.element_bytes), Box(gap, against.axes, against.element_bytes))
-            for gap in _gaps(shift, outer.stride, one.axes[0].count, other.axes[0].count, inner, against)
+            for gap in _gaps(shift, outer.stride, box.axes[0].count, other.axes[0].count, inner, against)
         )
     # One of them has an axis more: each of its repetitions near the other one is looked at.
-    longer, shorter = (one, other) if which == 0 else (other, one)
+    longer, shorter = (box, other) if which == 0 else (other, box)
     inner = _inside(longer)
     first = (shorter.offset - longer.offset - inner.size_bytes) // outer.stride + 1
     last = (shorter.end - longer.offset - 1) // outer.stride
@@ -94,13 +94,13 @@ def overlap(one: Box, other: Box) -> bool:
     )
 
 
-def _outermost(one: Box, other: Box) -> tuple[Axis, int | None]:
+def _outermost(first: Box, other: Box) -> tuple[Axis, int | None]:
     """The longest axis of both, and whose it is; None where both have it."""
-    if one.axes and other.axes and one.axes[0].stride == other.axes[0].stride:
-        return one.axes[0], None
-    strides = [box.axes[0].stride if box.axes else 0 for box in (one, other)]
+    if first.axes and other.axes and first.axes[0].stride == other.axes[0].stride:
+        return first.axes[0], None
+    strides = [box.axes[0].stride if box.axes else 0 for box in (first, other)]
     which = 0 if strides[0] > strides[1] else 1
-    return (one, other)[which].axes[0], which
+    return (first, other)[which].axes[0], which
 
 
 def _inside(box: Box) -> Box:
@@ -246,15 +246,15 @@ def _strides(
 ) -> tuple[int, int, int]:
     if tensor.HasField("strides"):
         given = tensor.strides
-        found = {"block": given.block_bytes, "token": given.token_bytes, "head": given.head_bytes}
-        if min(found.values()) < 1:
+        strides = {"block": given.block_bytes, "token": given.token_bytes, "head": given.head_bytes}
+        if min(strides.values()) < 1:
             raise InvalidArgument(field=f"{field}.strides", problem="one is less than 1")
     elif cache.order in _ORDERS:
         counts = {"block": cache.block_count, "token": cache.block_tokens, "head": cache.head_count}
-        found = dict(_without_gaps(_ORDERS[cache.order], counts, head_bytes))
+        strides = dict(_without_gaps(_ORDERS[cache.order], counts, head_bytes))
     else:
         raise InvalidArgument(field=f"{field}.strides", problem="missing, and the cache has no order")
-    return found["block"], found["token"], found["head"]
+    return strides["block"], strides["token"], strides["head"]
 
 
 def _without_gaps(order: Sequence[str], counts: dict[str, int], stride: int) -> Iterator[tuple[str, int]]:

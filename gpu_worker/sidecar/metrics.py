@@ -424,14 +424,14 @@ class _Certificate:
         return context
 
     def _stamps(self) -> list[tuple[int, int]]:
-        found = []
+        stamps = []
         for path in self._files:
             try:
                 status = path.stat()
             except OSError:
                 continue
-            found.append((status.st_mtime_ns, status.st_ino))
-        return found
+            stamps.append((status.st_mtime_ns, status.st_ino))
+        return stamps
 
 
 class _Silent(WSGIRequestHandler):

@@ -190,16 +190,16 @@ def _index(directory: Path) -> Mapping[str, Path]:
     """Which file has which tensor."""
     if not directory.is_absolute() or not directory.is_dir():
         raise InvalidArgument(field=FIELD, problem=f"{directory} is no directory by an absolute path")
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as file:
-                found.update(dict.fromkeys(file.keys(), path))
+                file_of.update(dict.fromkeys(file.keys(), path))
         except (OSError, SafetensorError) as error:
             raise InvalidArgument(field=FIELD, problem=f"{path.name}: {error}") from error
-    if not found:
+    if not file_of:
         raise InvalidArgument(field=FIELD, problem=f"{directory} holds no safetensors file")
-    return found
+    return file_of
 
 
 def _stored(files: Mapping[str, Path], names: Sequence[str], tensor: Tensor) -> Tensor:
@@ -383,12 +383,12 @@ class AttachedModels:
         with reading:
             try:
                 with self._lock:
-                    found = self._models.get(key)
-                if found is None:
-                    found = self._read(directory, spec, share)
+                    model = self._models.get(key)
+                if model is None:
+                    model = self._read(directory, spec, share)
                     with self._lock:
-                        self._models[key] = found
-                return found
+                        self._models[key] = model
+                return model
             finally:
                 with self._lock:
                     # Another may wait for this one still, and finds the model then.

@@ -297,17 +297,17 @@ def save(client: Client, attachment: Attachment, request: worker_pb2.SaveRequest
 def _rows_to_save(
     attachment: Attachment, request: worker_pb2.SaveRequest
 ) -> Mapping[Stream, npt.NDArray[np.uint8]]:
-    streams = [stream_from_wire(each.stream) for each in request.streams]
+    streams = [stream_from_wire(part.stream) for part in request.streams]
     if len(set(streams)) < len(streams) or not streams:
         raise InvalidArgument(field="streams", problem="none, or one is named twice")
     specs = attachment.model.own.specs(streams)
-    found = {}
-    for stream, each in zip(streams, request.streams, strict=True):
+    rows = {}
+    for stream, part in zip(streams, request.streams, strict=True):
         size_bytes = request.token_count * specs[stream].row_bytes
         # A view: rows go from the engine's memory into the store's, without a copy between.
-        data = attachment.rows_in_save_area(stream, each.offset_bytes, size_bytes)
-        found[stream] = data.numpy().reshape(request.token_count, specs[stream].row_bytes)
-    return found
+        data = attachment.rows_in_save_area(stream, part.offset_bytes, size_bytes)
+        rows[stream] = data.numpy().reshape(request.token_count, specs[stream].row_bytes)
+    return rows
 
 
 def _session_to_extend(

@@ -356,14 +356,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             arena_reason=self._direct.pins.problem,
             attachments=[
                 worker_pb2.AttachmentStats(
-                    attachment_id=each.attachment_id,
-                    engine=each.engine,
-                    model=f"models/{each.model.spec.model_id}",
-                    mapped_bytes=each.mapped_bytes,
-                    weight_bytes=each.model.weights.loaded_bytes,
-                    restore_count=len(each.running),
+                    attachment_id=attachment.attachment_id,
+                    engine=attachment.engine,
+                    model=f"models/{attachment.model.spec.model_id}",
+                    mapped_bytes=attachment.mapped_bytes,
+                    weight_bytes=attachment.model.weights.loaded_bytes,
+                    restore_count=len(attachment.running),
                 )
-                for each in self._attachments
+                for attachment in self._attachments
             ],
         )
 

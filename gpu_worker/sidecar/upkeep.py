@@ -155,7 +155,7 @@ class SessionUpkeep:
     @staticmethod
     def facts(look: SessionLook, aged: Aged | None) -> dict[str, object]:
         """The facts of a session's line: bytes, seconds, its form, and the form that is due, if any."""
-        found: dict[str, object] = {
+        line: dict[str, object] = {
             "session": look.session.name,
             "token_count": look.session.token_count,
             "idle_s": round(look.idle_s, 3),
@@ -165,12 +165,12 @@ class SessionUpkeep:
             "back_s": look.form.back_s,
         }
         if look.due is not None:
-            found |= {
+            line |= {
                 "due": kinds_text(look.due.kinds),
                 "due_size_bytes": round(look.due.size_bytes),
                 "due_back_s": look.due.back_s,
             }
-        return found if aged is None else {**found, "is_changed": not aged.reason, "reason": aged.reason}
+        return line if aged is None else {**line, "is_changed": not aged.reason, "reason": aged.reason}
 
     def looks(self) -> Iterator[SessionLook]:
         """All sessions as they are, and the form that each is due; nothing is changed."""
@@ -237,7 +237,7 @@ def _found(client: Client, wanted: UpkeepSettings) -> tuple[PreTrainedModel, lis
     infos = [client.models.get(name) for name in wanted.models] or list(client.models.list())
     candidates = [info.spec for info in infos if wanted.models or _may_be(info, wanted.directory)]
     refused: list[CacheError] = []
-    found: dict[torch.dtype, tuple[PreTrainedModel, list[ModelSpec]]] = {}
+    by_dtype: dict[torch.dtype, tuple[PreTrainedModel, list[ModelSpec]]] = {}
     # Loaded once for each type that the store has the model in; two that match need a choice by name.
     for dtype in dict.fromkeys(torch_dtype(spec.dtype) for spec in candidates):
         loading = _Directory(wanted.directory, dtype, wanted.device)
@@ -250,18 +250,18 @@ def _found(client: Client, wanted: UpkeepSettings) -> tuple[PreTrainedModel, lis
             except (InvalidArgument, ModelFingerprintMismatch) as error:
                 refused.append(error)
         if same:
-            found[dtype] = loading.model, same
+            by_dtype[dtype] = loading.model, same
     if refused and wanted.models:
         raise refused[0]
-    if not found:
+    if not by_dtype:
         names = ", ".join(info.name for info in infos[:8]) or "none at all"
         raise InvalidArgument(
             field=FIELD, problem=f"the store has no model that lies in {wanted.directory}; it has {names}"
         )
-    if len(found) > 1:
-        names = ", ".join(f"models/{spec.model_id}" for _, specs in found.values() for spec in specs)
+    if len(by_dtype) > 1:
+        names = ", ".join(f"models/{spec.model_id}" for _, specs in by_dtype.values() for spec in specs)
         raise InvalidArgument(field="--model", problem=f"{names} compute in different types: name one")
-    return next(iter(found.values()))
+    return next(iter(by_dtype.values()))
 
 
 def _may_be(info: ModelInfo, directory: Path) -> bool:
@@ -303,18 +303,20 @@ class _Directory:
 
 def _profile(model: PreTrainedModel, spec: ModelSpec, wanted: UpkeepSettings) -> Profile:
     """The machine as it was measured for this model. Raises InvalidArgument(field="--profile")."""
-    found = _measured(model, spec, wanted)
-    if found is None:
+    measured = _measured(model, spec, wanted)
+    if measured is None:
         problem = (
             f"none of {spec.model_id} on this machine: `ctxcache worker profile {wanted.directory}` "
             "makes one, --hardware takes a datasheet"
         )
         raise InvalidArgument(field="--profile", problem=problem)
     # Prices of another shape would throw rows away that are dear to make.
-    if found.model.layers != model_shape(adapt(model), found.model.name).layers:
-        problem = f"that of {found.model.name} is of another model than {spec.model_id}, or of another type"
+    if measured.model.layers != model_shape(adapt(model), measured.model.name).layers:
+        problem = (
+            f"that of {measured.model.name} is of another model than {spec.model_id}, or of another type"
+        )
         raise InvalidArgument(field="--profile", problem=problem)
-    return found.profile
+    return measured.profile
 
 
 def _measured(model: PreTrainedModel, spec: ModelSpec, wanted: UpkeepSettings) -> Measured | None:

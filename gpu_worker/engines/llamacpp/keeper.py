@@ -248,10 +248,10 @@ def tokens_in(file: FileIO) -> npt.NDArray[np.int32]:
 
 def _record(client: Client, space: BlockSpace, session: str) -> SlotRecord | None:
     """Raises NotWhole for a block that is no record."""
-    (found,) = client.blocks.load(space, [SlotKeeper.record_key(session)])
-    if found is None:
+    (parts,) = client.blocks.load(space, [SlotKeeper.record_key(session)])
+    if parts is None:
         return None
-    record = SlotRecord.of(b"".join(part.tobytes() for part in found))
+    record = SlotRecord.of(b"".join(part.tobytes() for part in parts))
     if record is None:
         raise NotWhole("its record says nothing that can be read")
     return record
@@ -398,10 +398,10 @@ class LlamaServer:
         if response.status != http.client.OK:
             raise LlamaRefused(text.decode(errors="replace"))
         try:
-            found: dict[str, Any] = json.loads(text)
+            answer: dict[str, Any] = json.loads(text)
         except ValueError as error:
             raise LlamaRefused(f"no JSON: {text[:200]!r}") from error
-        return found
+        return answer
 
     def save(self, slot: int, file: FileIO) -> int:
         """Write a slot's state into a file; its tokens. Raises LlamaRefused, NotWhole, OSError."""

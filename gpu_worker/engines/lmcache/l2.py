@@ -297,7 +297,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
 
     def _look_up(self, keys: "Sequence[ObjectKey]", names: Sequence[Ways]) -> list[bool]:
         def look_up(client: Client, weights: Weights) -> list[bool]:
-            found = [False] * len(keys)
+            are_there = [False] * len(keys)
             for space, places in _by_space(keys, weights).items():
                 some, own = [keys[i] for i in places], [names[i] for i in places]
                 wanted = _names_in(own)
@@ -305,8 +305,8 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
                 if wanted:
                     answered = client.blocks.look_up_and_hold(space, wanted, ttl_s=LOCK_S)
                     for i, is_found in zip(places, self._found(some, own, *answered), strict=True):
-                        found[i] = is_found
-            return found
+                        are_there[i] = is_found
+            return are_there
 
         return self._link.call(look_up, [False] * len(keys))
 
@@ -326,7 +326,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
 
     def _load(self, keys: "Sequence[ObjectKey]", objects: "Sequence[MemoryObj]") -> list[bool]:
         def load(client: Client, weights: Weights) -> list[bool]:
-            found = [False] * len(keys)
+            are_loaded = [False] * len(keys)
             for space, places in _by_space(keys, weights).items():
                 # Of each chunk its own, also where two have one key: each is memory that is handed out.
                 own = [
@@ -337,12 +337,12 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
                 loaded = _loaded(client, space, [(key, block) for _, key, block in own])
                 lacking = {i for (i, _, _), one in zip(own, loaded, strict=True) if one is None}
                 for i in places:
-                    found[i] = i not in lacking
-            return found
+                    are_loaded[i] = i not in lacking
+            return are_loaded
 
-        found = self._link.call(load, [False] * len(keys))
-        self._notify_keys_accessed([key for key, is_found in zip(keys, found, strict=True) if is_found])
-        return found
+        are_loaded = self._link.call(load, [False] * len(keys))
+        self._notify_keys_accessed([key for key, is_found in zip(keys, are_loaded, strict=True) if is_found])
+        return are_loaded
 
 
 # LMCache's keys say nothing of element types: two engines of one model, one of bfloat16 and one of float16,
@@ -532,11 +532,11 @@ def _loaded(client: Client, space: BlockSpace, blocks: "Sequence[tuple[bytes, By
     except InvalidArgument:
         # One of them was compressed to another size: the others are there.
         found = client.blocks.look_up(space, keys)
-    fitting = [i for i, one in enumerate(found) if one.size_bytes == memory[i].nbytes]
+    fitting = [i for i, answer in enumerate(found) if answer.size_bytes == memory[i].nbytes]
     loaded: list[Any] = [None] * len(keys)
     some = client.blocks.load(space, [keys[i] for i in fitting], [memory[i] for i in fitting])
-    for i, one in zip(fitting, some, strict=True):
-        loaded[i] = one
+    for i, array in zip(fitting, some, strict=True):
+        loaded[i] = array
     return loaded
 
 

@@ -115,12 +115,12 @@ def best_way(layer: AttentionLayer, dtype: torch.dtype) -> Way:
     projection = KvProjection(projections[0], dtype)
     for lean in _lean_ways(layer, projections[0], projection):
         try:
-            found = lean(rows.clone(), positions)
+            computed = lean(rows.clone(), positions)
         except (RuntimeError, TypeError, ValueError):
             # A norm over another part of K than this way has.
             continue
         # By what it computes on this model, not by what its modules are called.
-        if all(_is_near(one, other, ALLOWED[dtype]) for one, other in zip(expected, found, strict=True)):
+        if all(_is_near(one, other, ALLOWED[dtype]) for one, other in zip(expected, computed, strict=True)):
             return lean
     return whole
 

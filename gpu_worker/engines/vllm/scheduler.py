@@ -186,10 +186,10 @@ class SchedulerSide:
         if lookup is not None and not lookup.done() and followed.answered.done():
             followed.load_begin = computed_count
             return 0
-        found = lookup.result() if lookup is not None and lookup.done() else None
+        opened = lookup.result() if lookup is not None and lookup.done() else None
         # Where another request of the conversation came first, the worker would hear of no load, and vLLM
         # would wait for one for ever.
-        if found is None or self._is_anothers(found.name, request.request_id):
+        if opened is None or self._is_anothers(opened.name, request.request_id):
             self._leave(request.request_id)
             return 0
         followed.load_begin = computed_count
@@ -197,7 +197,7 @@ class SchedulerSide:
             return 0
         # At least one token is computed: its output is the answer's first.
         prompt_count = len(followed.asked.prompt)
-        usable = min(found.token_count, prompt_count - 1) // self._block_tokens * self._block_tokens
+        usable = min(opened.token_count, prompt_count - 1) // self._block_tokens * self._block_tokens
         return max(0, usable - computed_count)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_count: int) -> None:
@@ -207,14 +207,14 @@ class SchedulerSide:
             # One that reads no cache, such as for the probabilities of its prompt: vLLM waits for no answer.
             self._leave(request.request_id)
             return
-        found = self._opened(followed, self._plan) if followed is not None else None
-        if followed is None or found is None:
+        opened = self._opened(followed, self._plan) if followed is not None else None
+        if followed is None or opened is None:
             return
         if external_count:
             begin = followed.load_begin
             load = BlockLoad(
                 request.request_id,
-                found.sessions,
+                opened.sessions,
                 begin,
                 begin + external_count,
                 self._block_ids(blocks, 0, begin + external_count),
@@ -383,20 +383,20 @@ class SchedulerSide:
         The first time the plan tells the worker of them.
         """
         request_id = followed.request.request_id
-        found = followed.lookup.result() if followed.lookup is not None and followed.lookup.done() else None
-        if found is None or followed.is_open:
-            return found
-        followed.session_name = found.name
-        if self._is_anothers(found.name, request_id):
+        opened = followed.lookup.result() if followed.lookup is not None and followed.lookup.done() else None
+        if opened is None or followed.is_open:
+            return opened
+        followed.session_name = opened.name
+        if self._is_anothers(opened.name, request_id):
             self._leave(request_id)
             return None
         followed.is_open = True
-        followed.saved_end = found.token_count
+        followed.saved_end = opened.token_count
         self._queue.started(request_id)
         if self._role.saves:
-            self._saving[found.name] = request_id
-            plan.opened.append(found)
-        return found
+            self._saving[opened.name] = request_id
+            plan.opened.append(opened)
+        return opened
 
     def _is_anothers(self, session_name: str, request_id: str) -> bool:
         """Whether another request saves this session."""

@@ -149,14 +149,14 @@ class LayerCache(NamedTuple):
 
 def layer_caches(kv_cache_config: "KVCacheConfig") -> dict[str, LayerCache]:
     """Each layer's cache, in the same order whatever groups the engine has made of them."""
-    found = {}
+    caches = {}
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         by_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
         for name in group.layer_names:
-            found[name] = LayerCache(by_layer.get(name, spec), number)
+            caches[name] = LayerCache(by_layer.get(name, spec), number)
     # By the numbers in their names: layer 10 comes behind layer 9.
-    return dict(sorted(found.items(), key=lambda item: ([*map(int, re.findall(r"\d+", item[0]))], item[0])))
+    return dict(sorted(caches.items(), key=lambda item: ([*map(int, re.findall(r"\d+", item[0]))], item[0])))
 
 
 def unit_tokens(kv_cache_config: "KVCacheConfig") -> int:

@@ -522,10 +522,10 @@ class CtxcacheTier(SecondaryTierManager):
         """Whether a chunk is there; RETRY while a thread asks."""
         if not self._role.loads:
             return LookupResult.MISS
-        found = self._lookups.lookup(key, req_context)
-        if found is None and self._is_awaited(req_context.req_id):
+        is_there = self._lookups.lookup(key, req_context)
+        if is_there is None and self._is_awaited(req_context.req_id):
             return LookupResult.RETRY
-        return LookupResult.HIT if found else LookupResult.MISS
+        return LookupResult.HIT if is_there else LookupResult.MISS
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Ask for what the step looked up, in one message."""
@@ -545,12 +545,12 @@ class CtxcacheTier(SecondaryTierManager):
             return [False] * len(keys)
         client, space = used
         try:
-            found = client.blocks.look_up(space, list(map(_key, keys)))
+            blocks = client.blocks.look_up(space, list(map(_key, keys)))
         except CacheError as error:
             self.link.failed(error)
             return [False] * len(keys)
         are_there = [
-            one.state is LookupState.HIT and one.size_bytes == self.block_size_bytes for one in found
+            one.state is LookupState.HIT and one.size_bytes == self.block_size_bytes for one in blocks
         ]
         if self._events is not None:
             self._events.met((_key(key), key) for key in itertools.compress(keys, are_there))

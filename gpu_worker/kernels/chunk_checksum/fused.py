@@ -147,13 +147,13 @@ class ChunkSums:
 
     def _found(self, checksums: Tensor, is_last: Sequence[bool]) -> Sums:
         is_pinned = self._device.type == "cuda"
-        found = torch.empty(checksums.shape, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
+        on_host = torch.empty(checksums.shape, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
         # The caller's event says when this has passed: nobody waits here.
-        found.copy_(checksums, non_blocking=True)
+        on_host.copy_(checksums, non_blocking=True)
 
         def read() -> list[int]:
             # Digests are unsigned in XXH3, and in the store's tables.
-            numbers = found.numpy().view(np.uint64).tolist()
+            numbers = on_host.numpy().view(np.uint64).tolist()
             return [number for number, ends in zip(numbers, is_last, strict=True) if ends]
 
         return read
