@@ -41,7 +41,7 @@ from ctxcache.storage.metadata.base import Changes, MetadataStore
 FIRST_GENERATION_BITS = 31
 """Of a new session's generation; half of those of one run are left for its changes."""
 NAMES_PER_TURN = 64
-"""Sessions that a listing looks at before others have their turn: half a millisecond."""
+"""Sessions that a listing looks at before others have their turn: .5 ms, or more of dormant ones."""
 SESSIONS_PER_COMMIT = 64
 ASLEEP_AT_ONCE, ASLEEP_A_CALL = 16, 512
 """Sessions that fall asleep before others have their turn, and in one call of upkeep."""

@@ -32,6 +32,7 @@ from ctxcache.v1 import (
 )
 from ctxcache.v1.session_pb2 import AppendSessionResponse, ReadSessionRequest, ReadSessionResponse
 from ctxcache.wire.address import tcp_target
+from ctxcache.wire.methods import PACKAGE, unchanging
 from ctxcache.wire.status import from_rpc_error
 
 API = "opentelemetry.trace"
@@ -78,32 +79,25 @@ ANSWER_LIMIT_BYTES = 64 << 20
 # A bulk call may take its deadline and the time its bytes need at this pace, the caller's own included.
 SLOWEST_BYTES_PER_S = 20e6
 
-# Retried by gRPC itself where the server could not be reached: each of them only looks. A call that changes
+SERVICES = (
+    "ModelService",
+    "SessionService",
+    "ArenaService",
+    "PrefixService",
+    "BlockService",
+    "AdminService",
+)
+# Retried by gRPC itself where the server could not be reached: calls that change nothing. A call that changes
 # something may have been carried out though its answer was lost, and is the caller's to repeat.
-_IDEMPOTENT = {
-    "ctxcache.v1.ModelService": ("GetModel", "ListModels"),
-    "ctxcache.v1.SessionService": ("GetSession", "ListSessions", "LookupSessions"),
-    "ctxcache.v1.ArenaService": ("GetArena",),
-    "ctxcache.v1.PrefixService": ("MatchPrefix", "ListSharedPrefixes"),
-    "ctxcache.v1.BlockService": ("LookupBlocks",),
-    "ctxcache.v1.AdminService": (
-        "GetStats",
-        "ListTenants",
-        "WhyMiss",
-        "GetActivity",
-        "ListLeases",
-        "ListEngines",
-        "GetSettings",
-    ),
-}
+#
 # Three attempts, about 0.1 s and 0.2 s apart: less than a caller's patience.
 _SERVICE_CONFIG = {
     "methodConfig": [
         {
             "name": [
-                {"service": service, "method": method}
-                for service, methods in _IDEMPOTENT.items()
-                for method in methods
+                {"service": f"{PACKAGE}.{service}", "method": method}
+                for service in SERVICES
+                for method in unchanging(service)
             ],
             "retryPolicy": {
                 "maxAttempts": 3,

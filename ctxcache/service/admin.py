@@ -155,7 +155,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def WhyMiss(self, request: admin_pb2.WhyMissRequest, context: Context) -> admin_pb2.WhyMissResponse:
         """See the proto."""
-        tenant, state = request.tenant or current().tenant, self._cache.state
+        tenant, state = validate.tenant(request.tenant) or current().tenant, self._cache.state
         ledger = self._cache.ledger
         misses: Sequence[Miss] = ()
         if request.trace_id:
@@ -355,10 +355,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> operations_pb2.ListLeasesResponse:
         """See the proto."""
         limit, after = validate.page_size(request.page_size), _number(validate.page_token(request.page_token))
+        tenant = validate.tenant(request.tenant)
         leases = [
             lease
             for lease in self._cache.leases.leases()
-            if lease.lease_id > after and request.tenant in ("", lease.view.tenant)
+            if lease.lease_id > after and tenant in ("", lease.view.tenant)
         ][: limit + 1]
         return operations_pb2.ListLeasesResponse(
             leases=[self._lease(lease) for lease in leases[:limit]],

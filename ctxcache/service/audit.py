@@ -17,19 +17,12 @@ from google.protobuf.message import Message
 
 from ctxcache.errors import CacheError
 from ctxcache.service.callers import OPERATORS_ONLY, current
+from ctxcache.v1 import admin_pb2  # noqa: F401  # its descriptors are read
+from ctxcache.wire.methods import unchanging
 
 audit_log = logging.getLogger("ctxcache.audit")
 
-UNCHANGING = (
-    "/ctxcache.v1.AdminService/GetStats",
-    "/ctxcache.v1.AdminService/ListTenants",
-    "/ctxcache.v1.AdminService/WhyMiss",
-    "/ctxcache.v1.AdminService/GetSettings",
-    "/ctxcache.v1.AdminService/GetActivity",
-    "/ctxcache.v1.AdminService/ListLeases",
-    "/ctxcache.v1.AdminService/ListEngines",
-    "/ctxcache.v1.AdminService/ListFaults",
-)
+UNCHANGING = frozenset(f"{OPERATORS_ONLY}{method}" for method in unchanging("AdminService"))
 REQUEST_CHARACTERS = 512
 # Building JSON of a large message takes milliseconds of the loop.
 WHOLE_REQUEST_BYTES = 16 << 10

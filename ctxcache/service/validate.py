@@ -24,6 +24,7 @@ from ctxcache.format.streams import (
     Stream,
     StreamRange,
 )
+from ctxcache.identity import is_tenant
 from ctxcache.v1 import model_pb2, session_pb2
 
 LAYER_LIMIT = 4096
@@ -50,6 +51,13 @@ def model_id(name: str, field: str = "name") -> str:
 def session_id(name: str, field: str = "name") -> str:
     """The id in `sessions/{session_id}`."""
     return _id(name, "sessions/", SESSION_ID, field)
+
+
+def tenant(name: str, field: str = "tenant") -> str:
+    """The name of a tenant that is asked about; empty stays empty."""
+    if name and not is_tenant(name):
+        raise InvalidArgument(field=field, problem="is no name of a tenant")
+    return name
 
 
 def trace_id(value: str, *, besides: str) -> str:

@@ -33,9 +33,13 @@ class AdminServiceStub:
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
     something is written to the audit log with the caller and the result. It answers while the server drains.
 
-    Operators may also make calls of SessionService, ModelService and HintService that move no rows for another
-    tenant, by naming it in the request metadata `ctxcache-tenant`; each such call is written to the audit log.
-    That holds for EvictSession, DemoteSession and DeleteModel too.
+    An operator names another tenant in one of two ways. A call that is about one tenant's session or model takes
+    the request metadata `ctxcache-tenant`: calls of SessionService, ModelService and HintService that move no
+    rows, and EvictSession, DemoteSession and DeleteModel. Each such call is written to the audit log. A call that
+    only shows what the server holds has a field `tenant`, and is not written down.
+
+    An rpc that changes nothing has `idempotency_level = NO_SIDE_EFFECTS`: clients repeat it where the server could
+    not be reached, and the audit log leaves it out.
     """
 
     def __init__(self, channel):
@@ -160,9 +164,13 @@ class AdminServiceServicer:
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
     something is written to the audit log with the caller and the result. It answers while the server drains.
 
-    Operators may also make calls of SessionService, ModelService and HintService that move no rows for another
-    tenant, by naming it in the request metadata `ctxcache-tenant`; each such call is written to the audit log.
-    That holds for EvictSession, DemoteSession and DeleteModel too.
+    An operator names another tenant in one of two ways. A call that is about one tenant's session or model takes
+    the request metadata `ctxcache-tenant`: calls of SessionService, ModelService and HintService that move no
+    rows, and EvictSession, DemoteSession and DeleteModel. Each such call is written to the audit log. A call that
+    only shows what the server holds has a field `tenant`, and is not written down.
+
+    An rpc that changes nothing has `idempotency_level = NO_SIDE_EFFECTS`: clients repeat it where the server could
+    not be reached, and the audit log leaves it out.
     """
 
     def GetStats(self, request, context):
@@ -475,9 +483,13 @@ class AdminService:
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
     something is written to the audit log with the caller and the result. It answers while the server drains.
 
-    Operators may also make calls of SessionService, ModelService and HintService that move no rows for another
-    tenant, by naming it in the request metadata `ctxcache-tenant`; each such call is written to the audit log.
-    That holds for EvictSession, DemoteSession and DeleteModel too.
+    An operator names another tenant in one of two ways. A call that is about one tenant's session or model takes
+    the request metadata `ctxcache-tenant`: calls of SessionService, ModelService and HintService that move no
+    rows, and EvictSession, DemoteSession and DeleteModel. Each such call is written to the audit log. A call that
+    only shows what the server holds has a field `tenant`, and is not written down.
+
+    An rpc that changes nothing has `idempotency_level = NO_SIDE_EFFECTS`: clients repeat it where the server could
+    not be reached, and the audit log leaves it out.
     """
 
     @staticmethod

@@ -315,3 +315,15 @@ async def test_a_drain_that_gets_nowhere_holds_up_no_end(settings: Settings) -> 
         async with asyncio.timeout(20):
             with pytest.raises(TierFailure):
                 await server.stop()
+
+
+async def test_a_tenant_that_cannot_be_is_refused(client: Client) -> None:
+    """By every call that has it as a field, also where nobody is called so."""
+    admin = client.admin
+    asked: list[Any] = [
+        admin.WhyMiss(admin_pb2.WhyMissRequest(name="sessions/a", tenant="no/body")),
+        admin.ListLeases(ops.ListLeasesRequest(tenant="no/body")),
+        admin.UpdateTenant(ops.UpdateTenantRequest(tenant="no/body", limit=0.5)),
+    ]
+    for call in asked:
+        await refused(call, Code.INVALID_ARGUMENT, "INVALID_FIELD")

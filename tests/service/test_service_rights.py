@@ -20,12 +20,13 @@ from ctxcache.service.callers import TENANT_HEADER
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import operations_pb2 as ops
 from ctxcache.v1 import session_pb2
+from ctxcache.wire.methods import unchanging
 
 Code = grpc.StatusCode
 ADMIN = "/ctxcache.v1.AdminService/"
 NAMES = {"user": "team", "operator": "ops:operator"}
-READS = ("Get", "List", "WhyMiss")
-"""Beginnings of the names of rpcs that change nothing; all others are written down."""
+READS = ("Get", "List", "WhyMiss", "Lookup", "Match")
+"""Beginnings of the names of rpcs that change nothing."""
 
 
 @pytest.fixture
@@ -98,6 +99,14 @@ async def test_a_user_administers_nothing_and_acts_for_nobody(channel: grpc.aio.
         assert (found is Code.PERMISSION_DENIED) == (path.startswith(ADMIN) or is_of_memory(path)), path
         elsewhere = await answered(channel, path, by("user", tenant="ops"))
         assert elsewhere is Code.PERMISSION_DENIED or elsewhere is found, path
+
+
+def test_what_changes_nothing_says_so_in_the_proto() -> None:
+    """By its name and by its option: clients repeat it, and the audit log leaves it out."""
+    for service in ("Admin", "Arena", "Block", "Bulk", "Hint", "Model", "Prefix", "Session"):
+        names = {path.rpartition("/")[2] for path in rpcs() if f".{service}Service/" in path}
+        assert names, service
+        assert set(unchanging(f"{service}Service")) == {name for name in names if name.startswith(READS)}
 
 
 async def test_what_an_operator_changes_is_written_down(channel: grpc.aio.Channel, lines: list[str]) -> None:

@@ -5,10 +5,10 @@
                                └──────────┘ as the whole session that it is:
                      looked up by name, uid, segment or key; its time has come; the coldest of its account
 
-A session is dormant or known, never both. `add` is the only way in, and `left` the only way out. While it is
-dormant nothing of it is in memory, nobody uses it, no other session lists its segments, and its record is as
-it was read or written last. Its segments count as its tenant's, and their slots are taken. It takes some
-hundred bytes where a known session takes thousands. Owned by the ledger.
+A session is dormant or known, never both. `add` and `add_read` are the only ways in, and `left` is the only
+way out. While it is dormant nothing of it is in memory, nobody uses it, no other session lists its segments,
+and its record is as it was read or written last. Its segments count as its tenant's, and their slots are
+taken. It takes some hundred bytes where a known session takes thousands. Owned by the ledger.
 """
 
 import sys
