@@ -41,8 +41,8 @@ def give_tokenizer(model: Path, vocabulary: int) -> None:
 class VllmServer:
     """A running server. A context manager."""
 
-    def __init__(self, model: Path, log: Path, transfer: Mapping[str, Any], *options: str) -> None:
-        """`transfer`: its `--kv-transfer-config`. `options`: further words of its command line."""
+    def __init__(self, model: Path, log: Path, transfer: Mapping[str, Any] | None, *options: str) -> None:
+        """`transfer`: its `--kv-transfer-config`, None without a connector. `options`: further words."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = int(free.getsockname()[1])
@@ -52,7 +52,8 @@ class VllmServer:
             *("--model", str(model), "--served-model-name", NAME),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024"),
-            *("--disable-uvicorn-access-log", "--kv-transfer-config", json.dumps(transfer)),
+            "--disable-uvicorn-access-log",
+            *(() if transfer is None else ("--kv-transfer-config", json.dumps(transfer))),
             *options,
         ]
 

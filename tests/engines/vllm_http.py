@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -169,8 +169,19 @@ def text_of(value: Any) -> str:
     return json.dumps(value, default=lambda other: f"{other}", skipkeys=True)
 
 
-def fuzz(server: VllmServer, computed: Computed, draw: random.Random, count: int, report: Report) -> None:
-    """Bodies and headers of any content: the server lives, and replies stay right."""
+def fuzz(
+    server: VllmServer,
+    without: VllmServer,
+    computed: Computed,
+    draw: random.Random,
+    count: int,
+    report: Report,
+) -> None:
+    """Bodies and headers of any content: the server lives, and replies stay right.
+
+    A server `without` our connector answers each body with the same status: what is refused, or ends as an
+    internal error, is vLLM's own.
+    """
     caller = Caller(draw)
     statuses: Counter[int] = Counter()
     prompt = words(draw, 97)
@@ -195,16 +206,16 @@ def fuzz(server: VllmServer, computed: Computed, draw: random.Random, count: int
         word = caller.word().encode(errors="replace")[:500].translate(None, b"\r\n\0")
         headers = {"X-Session-ID": word.decode("latin-1").strip()} if draw.random() < 0.3 else {}
         try:
-            connection, response = server.post(body, headers)
-            response.read()
-            connection.close()
+            status, usual = _status_of(server, body, headers), _status_of(without, body, headers)
+            if status != usual:
+                report.find(f"body {number}: {status}, {usual} without our connector: {ascii(chosen)[:300]}")
         except (OSError, HTTPException) as error:
             report.find(f"body {number}: {error!r}: {ascii(chosen)[:300]}: {server.log[-1500:]}")
             return
         report.count("body_count")
-        statuses[response.status] += 1
-        is_dead = response.status >= http.HTTPStatus.INTERNAL_SERVER_ERROR and not server.is_alive
-        if is_dead or number % CHECKED == CHECKED - 1:
+        statuses[status] += 1
+        is_error = status >= http.HTTPStatus.INTERNAL_SERVER_ERROR
+        if (is_error and not server.is_alive) or number % CHECKED == CHECKED - 1:
             if not server.is_alive:
                 report.find(f"body {number} ended the engine: {ascii(chosen)[:300]}: {server.log[-1500:]}")
                 return
@@ -212,6 +223,13 @@ def fuzz(server: VllmServer, computed: Computed, draw: random.Random, count: int
                 report.find(f"behind body {number} a reply is wrong")
         progress(number + 1, count, "bodies")
     report.figures["statuses"] = dict(statuses)
+
+
+def _status_of(server: VllmServer, body: bytes, headers: Mapping[str, str]) -> int:
+    connection, response = server.post(body, headers)
+    response.read()
+    connection.close()
+    return response.status
 
 
 # -- all of it -----------------------------------------------------------------------------------------
@@ -248,7 +266,9 @@ def run(options: argparse.Namespace, report: Report) -> None:
             if options.aborts or options.preemptions:
                 Callers(server, computed, report, options).run()
             report.end_if_found()
-            fuzz(server, computed, draw, options.bodies, report)
+            if options.bodies:
+                with VllmServer(model, place / "log_without", None, *words_) as without:
+                    fuzz(server, without, computed, draw, options.bodies, report)
             if not report.findings:
                 _look_at_what_is_held(server, store, report)
                 _goes_on(server, computed, store, draw, report)
