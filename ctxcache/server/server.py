@@ -22,8 +22,8 @@ from grpc_health.v1.health import SERVICE_NAME
 from ctxcache import __version__
 from ctxcache.cache import Cache
 from ctxcache.core.ledger.session import Expiration
-from ctxcache.core.placement.baselines import ranked_policy
 from ctxcache.core.placement.policy import Capacities, Ranked
+from ctxcache.core.placement.served import ranked_policy
 from ctxcache.core.placement.shares import Shares
 from ctxcache.core.placement.value import MissCost, Objective
 from ctxcache.errors import (

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.look_ahead import Belady
 from ctxcache.core.placement.policy import Capacities, Policy
+from ctxcache.core.placement.served import RANKED
 from ctxcache.core.placement.value import MissCost
 from ctxcache.simulate.blocks import BlockReplay, Future, next_uses
 from ctxcache.simulate.load import Load

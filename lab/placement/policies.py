@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 
-from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.order import Accepts, Key, Keyed
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy
+from ctxcache.core.placement.served import RANKED
 from ctxcache.core.placement.value import MISS_COST, MissCost
 from ctxcache.simulate.study import BELADY
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ctxcache.core.placement.baselines import RANKED
+from ctxcache.core.placement.served import RANKED
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.rows import TraceTurn

@@ -24,8 +24,9 @@ from ctxcache.core.ledger import sleep
 from ctxcache.core.ledger.ledger import Drop
 from ctxcache.core.ledger.rankings import Evictable
 from ctxcache.core.ledger.session import SessionView
-from ctxcache.core.placement.baselines import RANKED, LeastRecentlyUsed
+from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Ranked
+from ctxcache.core.placement.served import RANKED
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.core.placement.value import ReturnValue
 from ctxcache.errors import CacheError

@@ -31,8 +31,8 @@ from ctxcache.cache.appends import Reservation
 from ctxcache.cache.blocks import BlockState
 from ctxcache.cache.leases import Lease
 from ctxcache.core.limits import DEFAULT_WATERMARKS
-from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.policy import Capacities
+from ctxcache.core.placement.served import RANKED
 from ctxcache.errors import CapacityExceeded, TierFailure, TooManyRequests
 from ctxcache.server.upkeep import Upkeep
 from ctxcache.storage.metadata.base import Changes

@@ -14,8 +14,8 @@ from cache_rig import SLOT_BYTES, TENANT, MemoryRig, seeds
 from test_cache_storm import CUTS, Dice, SlowMetadata, SlowTier, Storm
 
 from ctxcache.core.limits import Watermarks
-from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.policy import Capacities
+from ctxcache.core.placement.served import RANKED
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import CapacityExceeded, DeadlineExceeded, LeaseNotFound, TierFailure
 from ctxcache.format.layout import Slot

@@ -22,9 +22,9 @@ from memory_metadata import MemoryMetadata
 
 from ctxcache.cache.hints import Action, Hint
 from ctxcache.cache.queues import Queue
-from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.schedule import Job
+from ctxcache.core.placement.served import RANKED
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import CacheError, CapacityExceeded, CorruptSegment, SessionNotFound, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES

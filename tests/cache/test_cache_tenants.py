@@ -11,8 +11,8 @@ from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, DiskRig, MemoryRig, Rig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.policy import Capacities
+from ctxcache.core.placement.served import RANKED
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import CapacityExceeded
 

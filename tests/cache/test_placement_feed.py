@@ -12,9 +12,10 @@ from ctxcache.core.ledger import feed
 from ctxcache.core.ledger.rankings import Evictable, Verdict
 from ctxcache.core.ledger.session import Expiration
 from ctxcache.core.placement import look_ahead, order, returns, value
-from ctxcache.core.placement.baselines import RANKED, LeastRecentlyUsed
+from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Ranked
+from ctxcache.core.placement.served import RANKED
 
 Told = tuple[str, str, tuple[object, ...]]
 

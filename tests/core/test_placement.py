@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from most_turns_first import MostTurnsFirst
 
-from ctxcache.core.placement.baselines import RANKED, LeastRecentlyUsed, TailOptimised
+from ctxcache.core.placement.baselines import LeastRecentlyUsed, TailOptimised
 from ctxcache.core.placement.look_ahead import Belady, LookAhead, Window
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Policy, Ranked
 from ctxcache.core.placement.returns import class_of
+from ctxcache.core.placement.served import RANKED
 from ctxcache.core.placement.value import MissCost, Objective, ReturnValue, public_return_times
 from ctxcache.simulate.store import Act, Move, Tiers
 from lab.placement.policies import POLICIES, AdaptiveReplacement, S3Fifo

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import ctxcache
 from ctxcache.client import Client
-from ctxcache.core.placement.baselines import RANKED
 from ctxcache.core.placement.policy import Facts, Level
+from ctxcache.core.placement.served import RANKED
 from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.settings.config import Settings
 from ctxcache.simulate.load import Load, TraceHint

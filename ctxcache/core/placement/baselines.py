@@ -1,16 +1,7 @@
-"""LRU, FIFO and T-LRU, and the policy of each name.
+"""LRU, FIFO and T-LRU."""
 
-Belady has no name: it knows the future, as no server does.
-"""
-
-from functools import partial
-from typing import assert_never
-
-from ctxcache.core.placement.look_ahead import LookAhead
-from ctxcache.core.placement.names import POLICY_NAMES, PolicyName
 from ctxcache.core.placement.order import Key
-from ctxcache.core.placement.policy import Capacities, Facts, Ranked
-from ctxcache.core.placement.value import MISS_COST, MissCost, ReturnValue
+from ctxcache.core.placement.policy import Facts, Ranked
 
 
 class LeastRecentlyUsed(Ranked, ranks_holders=False):
@@ -107,23 +98,3 @@ class TailOptimised(LeastRecentlyUsed, ranks_holders=True):
 
 GOAL_BYTES = 2 << 30
 """The bytes recomputed within a quarter of a second where prefill makes 8 GiB/s: T-LRU's knob."""
-
-
-def ranked_policy(name: PolicyName, capacities: Capacities, miss_cost: MissCost = MISS_COST) -> Ranked:
-    """The policy of that name; the cost of a miss is for those that weigh it."""
-    match name:
-        case "lru":
-            return LeastRecentlyUsed()
-        case "fifo":
-            return FirstInFirstOut()
-        case "t-lru":
-            return TailOptimised(GOAL_BYTES)
-        case "look-ahead":
-            return LookAhead(capacities)
-        case "value":
-            return ReturnValue(capacities, miss_cost)
-    assert_never(name)
-
-
-RANKED: dict[str, partial[Ranked]] = {name: partial(ranked_policy, name) for name in POLICY_NAMES}
-"""By name, what makes the policy of capacities and, if it matters, the cost of a miss."""
