@@ -50,7 +50,7 @@ from ctxcache.format.streams import CONTENTS_LIMIT, TOKENS, Content, Stream
 class Run:
     """Rows `[row_begin, row_end)` of a segment to be written.
 
-    The first one's token has index `token_begin`.
+    The first row's token has index `token_begin`.
     """
 
     segment: Segment
@@ -78,13 +78,12 @@ TOKEN_BEGIN, TOKEN_END = attrgetter("token_begin"), attrgetter("token_end")
 class Reservation:
     """Room for the tokens `[write_offset, end)`. Tokens below `committed` are visible.
 
-    Those below `marked` will not change any more. `promised_bytes`: of slots for what is being made room.
-    `runs` in token order, one per segment, each segment held once; those committed in full are let go.
-    `client` is whose share of the arena they are counted in. `tally`: of rows that came over a wire,
-    once some came.
-    `coming_end`: one past the last token that its writer is known to append. Tokens that fill a long segment
-    are put into one, as long as its slot takes no more than `longest_bytes`. `contents`: digests of the
-    content behind the tokens.
+    Tokens below `marked` will not change any more. `promised_bytes`: slot bytes for segments that are being
+    made. `runs` in token order, one per segment, each segment held once; runs that are committed in full are
+    let go. The slots count in `client`'s share of the arena. `tally`: checksums of rows that came over a
+    wire. `coming_end`: one past the last token that the writer is known to append. Tokens that fill a long
+    segment are put into one, as long as its slot takes no more than `longest_bytes`. `contents`: digests of
+    the content behind the tokens.
     """
 
     reservation_id: int
@@ -103,7 +102,7 @@ class Reservation:
 
     def check(self, token_count: int) -> None:
         """Raise InvalidArgument unless there is room up to `token_count` and no later token is visible."""
-        # `committed` and not 0: a commit that went back would take visible tokens away from readers.
+        # A commit that went back would take visible tokens away from readers.
         if not self.committed <= token_count <= self.end:
             problem = f"{token_count} is not within [{self.committed}, {self.end}]"
             raise InvalidArgument(field="token_count", problem=problem)
@@ -116,7 +115,8 @@ class Reservation:
             # A decode step, and most other commits.
             return [(runs[0], token_begin, token_end)]
         if len(runs) > 1:
-            # The run that holds the first token, by bisection: a decode step commits one token of thousands.
+            # The run that holds the first token is found by bisection: a decode step commits one token of
+            # thousands.
             runs = runs[max(bisect_right(runs, token_begin, key=TOKEN_BEGIN) - 1, 0) :]
         for run in runs:
             if run.token_begin >= token_end:
@@ -143,7 +143,7 @@ class Reservation:
     def joint_sums(self, cuts: Sequence[Cut], given: Sequence[int]) -> list[tuple[Segment, Sums]]:
         """A writer's checksums of tokens: one for each. Raises InvalidArgument."""
         if len(cuts) == len(given) == 1:
-            # A step of a decoding engine: one token.
+            # A decode step commits one token.
             run, begin, end = cuts[0]
             if end - begin == 1:
                 row = run.row_begin + begin - run.token_begin
@@ -168,7 +168,7 @@ class Reservation:
 
     def mark(self, token_count: int) -> list[Segment]:
         """Tokens below `token_count` will not change any more; returns segments that are full with them."""
-        # From where the last mark or commit ended: a segment is returned as full once.
+        # The mark begins where the last mark or commit ended, so that a segment is returned as full once.
         begin = max(self.marked, self.committed)
         self.marked = max(self.marked, token_count)
         if len(self.runs) == 1 and token_count < self.end:
@@ -200,7 +200,7 @@ class Reservation:
         return (tail, tail.row_count) if tail and tail.memory else (None, 0)
 
     def needed(self, token_count: int) -> dict[int, int]:
-        """Slot bytes by segment of what is pinned with so many tokens more; below 0 what is not made yet."""
+        """Slot bytes by segment id, with so many more tokens. Segments not made yet have ids below 0."""
         if not token_count:
             return {}
         last, row = self.last()
@@ -225,7 +225,7 @@ class Reservation:
         """
         free_count = last.layout.segment_tokens - row if last is not None else 0
         missing_count = token_count - free_count
-        # Long segments are chosen by what will come, known from the writer, and not by what is asked for now.
+        # The tokens that the writer announced choose long segments, not only the tokens asked for now.
         coming_count = max(missing_count, self.coming_end - self.end - free_count)
         layouts: list[SegmentLayout] = []
         plain = self.session.layout
@@ -241,7 +241,7 @@ class Reservation:
 # happens to the reservation on the event loop meanwhile does not move the views.
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Room that another thread may fill while it is lent: runs in token order, and each one's slot."""
+    """Room that another thread may fill while it is lent: runs in token order, with the slot of each."""
 
     runs: tuple[tuple[Run, memoryview], ...]
     tally: Tally
@@ -320,7 +320,7 @@ class Appends:
         return sum(1 for _ in self.held())
 
     def reservations(self) -> Iterable[Reservation]:
-        """Those open now."""
+        """The reservations that are open now."""
         return self._open.values()
 
     def held(self) -> Iterator[Segment]:
@@ -400,7 +400,6 @@ class Appends:
         # Withheld tokens are given up first, and that waits for a record.
         if session.withheld:
             return None
-        # Not open yet: what it needs is looked at before anything is changed.
         reservation = self._made(session, write_offset, coming_count, contents, client)
         try:
             room = self._room_at_once(reservation, token_count)
@@ -410,7 +409,7 @@ class Appends:
         if room is None:
             return None
         last, row, slots = room
-        # From here on nothing can fail or wait: everything was looked at before anything was changed.
+        # Every check has passed: from here on nothing can fail or wait.
         self._begin(reservation, now_ns)
         end = write_offset + token_count
         if last is not None:
@@ -457,9 +456,9 @@ class Appends:
         """
         now_ns = self._state.clock.now_ns()
         session = self._ledger.find_at(tenant, session_id, now_ns)
-        # One writer at a time: two would fill the same rows. Readers go on.
-        # Rows were made for a session of `write_offset` tokens. Behind any other number they are another
-        # content. Where the number is another, so is the generation: the number says more.
+        # A session has one writer at a time, for two would fill the same rows. Readers go on.
+        # Rows are computed behind `write_offset` tokens. Where the session has another token count, that
+        # count is the better error: the generation differs as well.
         expected = generation if write_offset == session.token_count else None
         session.check_caller(fingerprint, expected)
         if session.use is Use.WRITTEN:
@@ -498,15 +497,15 @@ class Appends:
 
     def _next_position(self, reservation: Reservation) -> int:
         """The position of the first token behind the reservation's end."""
-        # In the log, not among live tokens: after a truncation the two differ, and rows would land over
-        # others.
+        # The position is one in the log, which differs from the token index after a truncation. Rows at the
+        # index would overwrite others.
         return reservation.session.log_end + reservation.end - reservation.committed
 
     async def extend(self, reservation: Reservation, token_count: int) -> None:
         """Make room for `token_count` more tokens.
 
-        Raises ReservationNotFound, SessionNotFound, CapacityExceeded, TooManyRequests, TierFailure; what came
-        before that is kept.
+        Raises ReservationNotFound, SessionNotFound, CapacityExceeded, TooManyRequests, TierFailure. Room that
+        was made before the error is kept.
         """
         self._check_open(reservation)
         self._ledger.check_expiry(reservation.session)
@@ -517,7 +516,7 @@ class Appends:
             self._state.journal.write_failed(reservation.session, error)
             raise
         finally:
-            # Promised while this call waited. By now the bytes are claimed, or are not needed.
+            # The bytes promised during the wait are claimed by now, or are not needed.
             if reservation.promised_bytes:
                 self._ledger.unwritten.promise(reservation.session.tenant, -reservation.promised_bytes)
                 reservation.promised_bytes = 0
@@ -567,7 +566,7 @@ class Appends:
         session = reservation.session
         self._check_open(reservation)
         if session.use is Use.GONE or session.token_count != reservation.committed:
-            # A segment before it was found bad, or all of it has expired: there is nothing to follow.
+            # The session lost segments before these tokens, or expired: nothing can follow them.
             self.release(reservation, is_abandoned=True)
             raise ReservationNotFound(reservation_id=reservation.reservation_id)
         now_ns = self._state.clock.now_ns()
@@ -577,7 +576,7 @@ class Appends:
             raise SessionNotFound(session=session.name)
         reservation.check(token_count)
         cuts = reservation.cuts(reservation.committed, token_count)
-        # Before the rows are visible, since a reader must find their checksums.
+        # The checksums are noted before the rows are visible, since a reader must find them.
         for segment, sums in self._said(reservation, cuts, checksums, is_joint=is_joint):
             segment.note(sums)
         if keep_open:
@@ -611,7 +610,7 @@ class Appends:
             segment.note(sums)
         if not reservation.session.is_gone:
             full = reservation.mark(token_count)
-            # After a commit that took back some of what was marked there is a gap: its own commit will say.
+            # A commit that took back marked tokens leaves a gap in the sums. The next commit fills it.
             full = [s for s in full if covers(s.sums, s.layout.segment_tokens)]
             self._staging.stage(reservation.session, full)
 
@@ -628,7 +627,7 @@ class Appends:
 
     def release(self, reservation: Reservation, *, is_abandoned: bool = False) -> None:
         """Give back what was not committed. `is_abandoned`: nobody can say that the writer has stopped."""
-        # Released twice: by the client and by its end, or by upkeep. The first one counts.
+        # The client, its end and upkeep may each release a reservation. The first one counts.
         if self._open.pop(reservation.reservation_id, None) is None:
             return
         session, client = reservation.session, reservation.client
@@ -637,28 +636,29 @@ class Appends:
         now_ns = self._state.clock.monotonic_ns()
         for run in reservation.runs:
             segment = run.segment
-            # Rows that were marked and never committed leave their checksums.
+            # Rows that were marked and never committed leave their checksums behind.
             if segment.sums and segment.sums[-1].row_begin >= segment.row_count:
                 segment.forget_sums(segment.row_count)
             if not segment.row_count:
-                # Not one row of it was committed: no session lists it, and its slot waits for the hold alone.
+                # No row of this segment was committed: no session lists it, and its slot waits for the hold
+                # alone.
                 self._ledger.abandoned(segment)
             is_short = segment.row_count < segment.layout.segment_tokens
-            # Staged as full, it turned out not to be.
+            # The segment was staged as full, and is not.
             if is_short:
                 self._staging.unstage(segment)
             if is_short and segment.layout is not session.layout:
                 # A segment that grows token by token is written many times, so it is never a long one.
                 self._ledger.closed([segment])
-            # The writer may be alive and still write: for a while no other session may have the slot.
-            # Its claim ends now, for no commit will come. Its slot and its pin stay for the grace.
+            # The writer may be alive and still write: for a while no other session may have the slot. The
+            # claim ends now, for no commit will come. The slot and its pin stay for the grace.
             if is_abandoned:
                 self._ledger.unwritten.release(segment)
                 self._ledger.closed([segment])
                 self._quarantine.append((now_ns + GRACE_NS, segment, client))
             else:
                 self._release(segment, client)
-        # Behind the segments: only now may a second writer come.
+        # A second writer may come only after the segments are released.
         self._ledger.write_ended(session, now_ns / SECOND_NS)
         if session.is_block and not session.log_end:
             self.abandoned(session)
@@ -676,14 +676,13 @@ class Appends:
     def place(self, reservation: Reservation, stream: Stream, token_begin: int, data: memoryview) -> None:
         """Put rows of one stream where they belong: all of them lie within the reservation.
 
-        They are added up before they are copied; whoever received them verifies them after that.
+        The rows are summed before they are copied. Whoever received them verifies them after that.
         """
         row_bytes = reservation.session.layout.row_bytes(stream)
         token_end = token_begin + len(data) // row_bytes
         for run, first, last in reservation.cuts(token_begin, token_end):
             source = data[(first - token_begin) * row_bytes : (last - token_begin) * row_bytes]
-            # The sum is made of the bytes as they came, before the copy. What the copy or memory changes is
-            # found later.
+            # The sum is of the bytes as they came, so that a fault of the copy or of memory is found later.
             reservation.tallied().grow(stream, first, last, is_first=first == run.token_begin).update(source)
             target = self._rows(run, stream, first, last)
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
@@ -702,7 +701,8 @@ class Appends:
     def lend(self, reservation: Reservation) -> Iterator[Room]:
         """Hold a reservation's slots for another thread, whatever becomes of the reservation meanwhile."""
         runs = tuple(reservation.runs)
-        # Held once more per run: the reservation may be released, or expire, while the thread copies.
+        # Each run's segment is held once more: the reservation may be released, or expire, while the thread
+        # copies.
         for run in runs:
             self._ledger.held(run.segment)
         try:
@@ -715,10 +715,11 @@ class Appends:
     # -- parts -----------------------------------------------------------------------------------------
 
     async def _give_up_withheld(self, session: Session) -> None:
-        """Its writer goes on behind what it shows: what it does not show is not to come back behind that."""
+        """Drop the tokens that a session withholds: they must not come back behind its writer's rows."""
         if session.withheld:
             dead = self._ledger.truncated(session, session.live)
-            # Durable before any new row: a crash between would show old withheld rows behind new ones.
+            # The drop is durable before any new row: a crash between would show withheld rows behind new
+            # ones.
             await self._departures.write_down([session], dead=dead)
 
     def _said(
@@ -740,7 +741,7 @@ class Appends:
         if checksums is not None:
             return reservation.sums(cuts, checksums)
         tally, ranges = reservation.tallied(), [(begin, end) for _, begin, end in cuts]
-        # Stream by stream: where rows came run by run, as they do, each stream is one comparison.
+        # Rows came run by run, so that each stream is one comparison.
         columns = [
             tally.values(spec.stream, ranges, partial(self._rows_in, cuts, spec.stream))
             for spec in reservation.session.layout.specs
@@ -783,7 +784,7 @@ class Appends:
     async def _admit(self, reservation: Reservation, token_count: int) -> None:
         """Wait until so many more tokens may be kept and become dirty, and promise it.
 
-        Never waits at its end.
+        The promise is made without an await after the last look.
         """
 
         def missing_bytes() -> int:
@@ -792,22 +793,22 @@ class Appends:
         def own_bytes() -> int:
             return reservation.size_bytes + reservation.promised_bytes
 
-        # First: what can never fit makes nothing leave.
+        # The quota comes first: tokens that can never fit must make nothing leave.
         if self._ledger.quotas.is_limited(reservation.session.tenant):
-            # The room that its new segments take, times the copies: what is over its limit for ever must not
-            # evict others.
+            # New segments take their size times the copies. A session that is over its limit for ever must
+            # not evict others.
             new_bytes = sum(size for i, size in reservation.needed(token_count).items() if i < 0)
             session = reservation.session
             self._ledger.quotas.check(session.tenant, session.copies * (session.size_bytes + new_bytes))
         # Two budgets, taken in one order by all: bytes that may be pinned, then bytes that may be dirty.
         # After each wait the first is looked at again, so that both hold at the same moment.
         await self._wait_for_room(reservation, token_count)
-        # The promise may be for less than is needed by now, for instance if the tail left that was to go on.
+        # The promise may be too small by now, for instance if the tail that was to grow has left memory.
         while missing_bytes() > 0:
             reservation.promised_bytes += await self._dirty_bound.admit(
                 reservation.session.tenant, missing_bytes, own_bytes
             )
-            # Meanwhile others may have come, or the tail gone that was to be continued.
+            # Other writers may have come during the wait, or the tail that was to grow has left memory.
             await self._wait_for_room(reservation, token_count)
 
     async def _wait_for_room(self, reservation: Reservation, token_count: int) -> None:
@@ -824,18 +825,19 @@ class Appends:
                 await self._add_segments(reservation, end)
 
     async def _add_segments(self, reservation: Reservation, end: int) -> None:
-        """Make segments up to that token, or up to a long one for which there is no room in one piece."""
+        """Make segments up to token `end`, or up to a long one for which there is no room in one piece."""
         layouts = reservation.new_layouts(end - reservation.end, None, 0)
-        # Numbers before slots: the pins are counted by number while others make room.
+        # Numbers come before slots: the pins are counted by number while others make room.
         new = {self._ledger.new_segment_id(): layout for layout in layouts}
         sizes_bytes = {segment_id: layout.size_bytes for segment_id, layout in new.items()}
-        # Pinned for all at once. Each one by one, two writers could stop half way and wait for one another.
+        # All segments are pinned at once. Pinned one by one, two writers could stop half way and wait for
+        # each other.
         self.pins.pin(reservation.client, sizes_bytes)
         try:
             for segment_id, layout in new.items():
                 segment = await self._new_segment(reservation, segment_id, layout)
                 if segment is None:
-                    # No long piece is free: the rest goes into plain segments, which `_extend` asks for next.
+                    # No long piece is free: plain segments hold the rest, for which `_extend` asks next.
                     reservation.longest_bytes = 0
                     return
                 self._add_run(reservation, segment, 0, end)
@@ -843,7 +845,7 @@ class Appends:
             # `_add_run` has pinned what was made; this takes back the pin of the whole plan.
             self.pins.unpin(reservation.client, sizes_bytes)
 
-    # Three books of one hold: what is claimed, the ledger's hold, the client's pin.
+    # A segment's hold stands in three books: the claimed bytes, the ledger's hold, the client's pin.
     def _release(self, segment: Segment, client: Pinner) -> None:
         self._ledger.unwritten.release(segment)
         self._ledger.released(segment)
@@ -862,10 +864,10 @@ class Appends:
             slot = long_slot
         try:
             await self._ssd_room.keep_within_limit(session, session.copies * size_bytes)
-            # Its time may have come while room was made.
+            # The reservation may have expired while room was made.
             self._check_open(reservation)
         except BaseException:
-            # It was taken and never reserved: nobody else gives it back.
+            # The slot was taken and not reserved: nobody else gives it back.
             self._ledger.memory.give(slot)
             raise
         return self._ledger.reserved(session, segment_id, self._next_position(reservation), layout, slot)
@@ -887,7 +889,6 @@ class Appends:
             # Promised bytes become claimed bytes: counted twice, the bound would be reached at half of its
             # value.
             if reservation.promised_bytes:
-                # The promised bytes are taken.
                 self._ledger.unwritten.promise(reservation.session.tenant, -taken_bytes)
                 reservation.promised_bytes -= taken_bytes
             reservation.runs.append(Run(segment, row, row_end, reservation.end))
@@ -905,12 +906,12 @@ class Appends:
         session = reservation.session
         added = token_count - reservation.committed
         monotonic_ns = self._state.clock.monotonic_ns()
-        # The ledger first, segment by segment; then the log's end moves over all of them at once.
+        # The ledger hears of each segment first, then the log's end moves over all of them at once.
         is_news = False
         for run, _, end in cuts:
             row_count = run.row_begin + end - run.token_begin
             is_news |= self._ledger.committed(session, run.segment, row_count, monotonic_ns)
-        # The end of a writer that does not stay is news as well, and follows.
+        # When the writer does not stay, its end is news as well, and follows.
         self._ledger.appended(session, added, now_ns, is_news=is_news and keep_open)
         if reservation.contents:
             session.describe(reservation.contents, reservation.committed)
@@ -935,7 +936,7 @@ class Appends:
 
     def _let_go(self, reservation: Reservation) -> None:
         """End the holds on segments that are written in full; the last one may be continued."""
-        # All but the last run: the session's next tokens may go on in it.
+        # The last run stays held: the session's next tokens may go on in it.
         done = bisect_right(reservation.runs[:-1], reservation.committed, key=TOKEN_END)
         for run in reservation.runs[:done]:
             self._release(run.segment, reservation.client)

@@ -88,10 +88,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The answer to a request for room: HIT, PENDING (another writer has these parts), or the parts' places.
+    """The answer to a request for room: HIT, PENDING (another writer has the parts), or the parts' places.
 
-    `reservation_id` is 0 where there is nothing to write. `offsets_bytes`: in the arena, of the parts asked
-    for.
+    `reservation_id` is 0 where there is nothing to write. `offsets_bytes`: the asked parts' places in the
+    arena.
     """
 
     state: BlockState
@@ -116,7 +116,7 @@ class WrittenPart:
 #     b disappears instead   ──► all of the put is given up, for b may still be writing there
 @dataclass(slots=True, eq=False)
 class Put:
-    """A block that is being written. `claims`: whose the parts are; `sums` of those committed."""
+    """A block that is being written. `claims`: the writer of each part; `sums` of those committed."""
 
     session: Session
     reservation: Reservation | None = None
@@ -164,7 +164,7 @@ class Blocks:
     def look_up(self, tenant: str, space: bytes, keys: Iterable[bytes]) -> list[FoundBlock]:
         """The blocks under these keys, in their order. Counts as no access."""
         now_ns = self._state.clock.now_ns()
-        # Blocks put by one engine share a layout, and so an answer; mostly that of the block before.
+        # Blocks put by one engine share a layout, and so an answer, mostly that of the block before.
         hits: dict[tuple[int, bool], FoundBlock] = {}
         layout, is_in_memory, hit = None, False, ABSENT
         answers = []
@@ -229,9 +229,9 @@ class Blocks:
     ) -> list[Room]:
         """Room for the parts of blocks that are absent, in the order of `wanted`; all of it or none.
 
-        `model` is whose they are, see `block_model`; `writer` is who may commit them, `client` whose share of
-        the arena they count in. A parent is there, or earlier in the list. Raises InvalidArgument,
-        CapacityExceeded, TooManyRequests, TierFailure.
+        `model` owns the blocks, see `block_model`. `writer` may commit them. They count in `client`'s share
+        of the arena. A parent is there, or earlier in the list. Raises InvalidArgument, CapacityExceeded,
+        TooManyRequests, TierFailure.
         """
         self._metadata.check()
         # Old blocks in the way of a new put go first, with one commit.
@@ -245,7 +245,7 @@ class Blocks:
                 room = await self._reserve(tenant, space, request, client, writer, model, expiration)
                 rooms.append(room)
         except BaseException:
-            # All or none: a writer that got half of its places could not go on.
+            # A writer that got half of its places could not go on.
             self.give_back(wanted, rooms, writer)
             raise
         return rooms
@@ -255,9 +255,9 @@ class Blocks:
     ) -> list[Session]:
         """These parts are in place and will not change; blocks that have all of theirs are there from now on.
 
-        Returns the block of each part. One that expired, or whose other writers gave it up, before all its
-        parts were there is gone. Raises ReservationNotFound (not this writer's, or over), InvalidArgument (a
-        part twice): then nothing is committed.
+        Returns the block of each part. A block that expired, or was given up by another writer, before all
+        its parts were there is gone. Raises ReservationNotFound (not this writer's, or over), InvalidArgument
+        (a part twice): then nothing is committed.
         """
         # Every part is looked at before any is committed.
         puts = [self._own(part, writer) for part in written]
@@ -266,7 +266,7 @@ class Blocks:
         for put, part in zip(puts, written, strict=True):
             if pace.is_over:
                 await pace.rest()
-            # Given up by another writer's end while this call let others have their turn.
+            # Another writer's end may have given up the put while this call let others have their turn.
             if self._puts.get(put.session.uid) is not put:
                 continue
             put.sums[part.part] = part.checksum
@@ -275,18 +275,18 @@ class Blocks:
             if len(put.sums) == count and put.reservation is not None:
                 sums = [put.sums[number] for number in range(count)]
                 self._forget(put)
-                # Expired meanwhile: the block is a miss, and its writer hears no error for that.
+                # The block expired meanwhile: it is a miss, and its writer hears no error for that.
                 with suppress(SessionNotFound):
                     self._appends.commit_in_memory(put.reservation, 1, keep_open=False, checksums=sums)
                     self.subscriptions.came(put.session)
         return [put.session for put in puts]
 
     async def flush(self, blocks: Sequence[Session]) -> None:
-        """Make those durable that are there. Raises the first failure when all were tried.
+        """Make those of the blocks durable that are there. Raises the first failure when all were tried.
 
-        One that goes meanwhile, or turns out to be damaged, is a miss and no failure.
+        A block that goes meanwhile, or turns out to be damaged, is a miss and no failure.
         """
-        # Durable already, or gone: nothing to wait for.
+        # Blocks that are durable already, or gone, are not waited for.
         due = {block for block in blocks if block.durable_end < block.log_end and not block.is_gone}
         _raise_first(await asyncio.gather(*map(self._flush, due), return_exceptions=True))
 
@@ -295,7 +295,7 @@ class Blocks:
             await self._flushing.flush(block)
 
     def give_back(self, wanted: Sequence[Wanted], rooms: Sequence[Room], writer: int) -> None:
-        """Take back what one call of `reserve` gave: places that this writer has by others stay its own."""
+        """Take back the places that one call of `reserve` gave. The writer keeps those of its other calls."""
         for one, room in zip(wanted, rooms, strict=False):
             if room.reservation_id:
                 self.withdraw(room.reservation_id, writer, one.parts, is_abandoned=False)
@@ -303,15 +303,15 @@ class Blocks:
     def withdraw(
         self, reservation_id: int, writer: int, parts: Sequence[int] | None = None, *, is_abandoned: bool
     ) -> None:
-        """This writer lets go of those parts, else of all, that it has not committed. May have none.
+        """Take back this writer's uncommitted claims to those parts, else to all. It may have none.
 
-        `is_abandoned`: nobody can say that it has stopped writing, so that the put is given up. Otherwise it
-        goes on while others have parts of it.
+        `is_abandoned`: nobody can say that the writer has stopped, so that the put is given up. Otherwise the
+        put goes on while other writers have parts of it.
         """
         put = self._puts.get(self._put_numbers.get(reservation_id, b""))
         if put is None or put.reservation is None or writer not in put.claims.values():
             return
-        # Only this writer's claims: others may still be writing their parts.
+        # Only this writer's claims go: others may still be writing their parts.
         put.claims = {
             part: owner
             for part, owner in put.claims.items()
@@ -353,17 +353,16 @@ class Blocks:
     ) -> TokenLease:
         """Bring blocks into DRAM and hold them there for `ttl_ns`, or until the token is released.
 
-        `is_rechecked`: what is in DRAM is verified before it. `leaves_on_ssd`: what is not there is held
-        where it lies, the first time. A key that is not there, or whose bytes turn
-        out to be bad, has no lease. Raises CapacityExceeded, TooManyRequests, TierFailure: then nothing is
-        held.
+        `is_rechecked`: blocks in DRAM are verified before the answer. `leaves_on_ssd`: the first time, blocks
+        that are not in DRAM are held where they lie. A key that is not there, or whose bytes turn out to be
+        bad, has no lease. Raises CapacityExceeded, TooManyRequests, TierFailure: then nothing is held.
         """
         owner, clock = Pinner(tenant, client), self._state.clock
         there = self._shown(tenant, space, keys, clock.now_ns())
         left = {block.uid for block in there if leaves_on_ssd and block and self._is_left(block)}
         segments = [s for block in there if block and block.uid not in left for s in block.segments]
         sizes = {s.segment_id: s.size_bytes for s in segments}
-        # First: what can never be held at once is not waited for.
+        # Blocks that can never be held at once are not waited for.
         self._leases.pins.has_room(owner, sizes)
         held: dict[int, Held] = {}
         try:
@@ -371,7 +370,7 @@ class Blocks:
                 if pace.is_over:
                     await pace.rest()
                 waiting = list[tuple[int, ReadRequest]]()
-                # Looked at again: there was an await, and what was found may be gone.
+                # The blocks are looked up again after the await: some may be gone.
                 now_ns = clock.now_ns()
                 some = self._shown(tenant, space, keys[begin : begin + BLOCKS_AT_A_TIME], now_ns)
                 # Most blocks are in DRAM, and a task takes as long as a lease.
@@ -397,7 +396,8 @@ class Blocks:
                     if block.uid in left and self._hold_at_once(request, held, i):
                         continue
                     waiting.append((i, request))
-                # All are waited for, then the first failure is raised: none is left running behind an error.
+                # All tasks are waited for before the first failure is raised, so that none runs on behind an
+                # error.
                 asked = [self._hold(request, held, i) for i, request in waiting]
                 if asked:
                     _raise_first(await asyncio.gather(*asked, return_exceptions=True))
@@ -409,15 +409,15 @@ class Blocks:
     def hold_at_hand(
         self, tenant: str, space: bytes, keys: Sequence[bytes], client: int | None
     ) -> list[Held | None]:
-        """Hold the first of these that lie in DRAM, up to half of what `client` may pin, without waiting.
+        """Hold the first of these blocks that lie in DRAM: up to half of what `client` may pin. Never waits.
 
-        The other half is for who brings blocks, or reads them. In the order of the keys; the caller puts what
-        is held under a token.
+        The other half is for bringing and reading blocks. The answer is in the order of the keys. The caller
+        puts what is held under a token.
         """
         owner, now_ns = Pinner(tenant, client), self._state.clock.now_ns()
         there = self._shown(tenant, space, keys, now_ns)
         some = self._within(owner, _at_hand(there))
-        # Half of them, where others hold too much for all.
+        # Other clients hold too much for all of these blocks: half of them are tried.
         while some and not self._leases.has_room_for_blocks(some, owner):
             some = dict(islice(some.items(), len(some) // 2))
         if not some:
@@ -427,11 +427,11 @@ class Blocks:
         return [None if segment is None else Held(lease, segment) for segment in segments]
 
     def _within(self, owner: Pinner, blocks: Mapping[Session, Segment]) -> dict[Session, Segment]:
-        """The first of them, as many as leave half of what the client may pin."""
+        """The first blocks, as many as leave half of what the client may pin."""
         pins, some = self._leases.pins, dict[Session, Segment]()
         left_bytes, own = pins.limit_of(owner) // 2 - pins.used_by(owner), pins.pinned_by(owner)
         for block, segment in blocks.items():
-            # What it pins already takes no room again.
+            # A block that the client pins already takes no room again.
             left_bytes -= 0 if segment.segment_id in own else segment.layout.size_bytes
             if left_bytes < 0:
                 break
@@ -456,10 +456,10 @@ class Blocks:
         segment = held.segment
         for _ in range(TRIES):
             stream = segment.layout.specs[part].stream
-            # Looked up in each try: mending may have moved it.
+            # The place is looked up in each try: mending may have moved it.
             data = self._io.view(segment)[segment.layout.rows(stream, 0, 1)]
             runs = [data[begin : begin + most_bytes] for begin in range(0, len(data), most_bytes)]
-            # In this order: what changes between the two is found by one of them.
+            # The runs are summed before the whole: a change between the two is found by one of them.
             found = [(run, rows_checksum(run)) for run in runs]
             if rows_checksum(data) == segment.settled.values[part]:
                 return found
@@ -477,7 +477,7 @@ class Blocks:
         now_ns = self._state.clock.now_ns()
         found = dict.fromkeys(self._there(tenant, space, key, now_ns) for key in keys)
         blocks = [block for block in found if block is not None]
-        # All are looked at first: one that is being written refuses the whole call.
+        # All blocks are looked at first: one that is being written refuses the whole call.
         for block in blocks:
             if block.is_writing:
                 raise WriteInProgress(session=block.name)
@@ -491,7 +491,7 @@ class Blocks:
     # -- parts ---------------------------------------------------------------------------------------
 
     async def _clear_away(self, tenant: str, space: bytes, wanted: Iterable[Wanted]) -> None:
-        """Remove what has expired, was cut, or lies on a lost path, and would be in the way."""
+        """Remove blocks in the way that have expired, were cut, or lie on a lost path."""
         now_ns, gone = self._state.clock.now_ns(), list[Session]()
         for one in wanted:
             block = self._ledger.named(tenant, block_id(space, one.key))
@@ -505,7 +505,7 @@ class Blocks:
         """Raise InvalidArgument, CapacityExceeded, TooManyRequests before anything is changed."""
         tenant, new_bytes = owner.tenant, 0
         now_ns, coming = self._state.clock.now_ns(), set[bytes]()
-        # Counted before any is made, so that a long list is refused as a whole.
+        # New blocks are counted before any is made, so that a long list is refused as a whole.
         new_count = 0
         for i, request in enumerate(wanted):
             if request.key in coming:
@@ -524,7 +524,8 @@ class Blocks:
                 raise InvalidArgument(field=f"blocks[{i}].part_bytes", problem=problem)
             coming.add(request.key)
         self._check_count(new_count)
-        # They are held together until they are committed, and one of them would wait for those before it.
+        # The new blocks are held together until they are committed: one of them would wait for those before
+        # it.
         self._appends.pins.check_ever(owner, new_bytes)
 
     def _check_count(self, new_count: int) -> None:
@@ -550,14 +551,14 @@ class Blocks:
             if put is None:
                 return Room(BlockState.HIT if block.token_count else BlockState.PENDING)
             is_taken = any(part in put.claims or part in put.sums for part in request.parts)
-            # Room is still being made for it by another call: its places are not known yet.
+            # Another call still makes room for this block: its places are not known yet.
             if put.reservation is None or is_taken:
                 return Room(BlockState.PENDING)
             return self._claim(put, request, writer)
-        # Once more: other calls have made blocks while this one made room for those before.
+        # Other calls may have made blocks while this call made room for those before.
         self._check_count(1)
         block = self._blank(tenant, name, space, request, model, expiration or self._default())
-        # Known as a put before anything awaits: a second writer of the same key waits instead of beginning
+        # The put is known before anything awaits: a second writer of the same key waits instead of beginning
         # another.
         put = self._puts[block.uid] = Put(block)
         self._ledger.opened(block)
@@ -631,7 +632,7 @@ class Blocks:
             self._ledger.ended(session)
 
     def _is_left(self, block: Session) -> bool:
-        """Whether a block lies on SSD alone, and was not left there by a reader before."""
+        """Whether a block lies on SSD alone, and no reader left it there before."""
         if block.withheld or any(segment.memory for segment in block.segments):
             return False
         # A block that is read again belongs into DRAM, whatever cache its reader has.
@@ -664,12 +665,12 @@ class Blocks:
         if lease.pieces:
             held[number] = Held(lease, lease.pieces[0].segment)
         else:
-            # It was cut while its bytes were brought.
+            # The block was cut while its bytes were brought.
             self._leases.release(lease.lease_id)
 
 
 def _at_hand(blocks: Iterable[Session | None]) -> dict[Session, Segment]:
-    """Those that lie in DRAM, each once, with their sums."""
+    """The blocks that lie in DRAM, each once, with their segments."""
     return {
         block: block.segments[0]
         for block in blocks

@@ -24,7 +24,7 @@ AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What was forgotten, or would be: ids of models, and counts."""
+    """Ids of models, and counts, of what was forgotten, or would be."""
 
     model_ids: tuple[str, ...]
     session_count: int = 0
@@ -42,7 +42,7 @@ class Forgetting:
     async def forget(
         self, tenant: str, model_id: str, version: str, *, is_trial: bool, pace: Pace = STEP_BY_STEP
     ) -> Forgotten:
-        """Forget all of a version of a model's weights; of one that `is_trial` only what it is.
+        """Forget all of a version of a model's weights. `is_trial`: nothing goes, and the answer is the same.
 
         Raises ModelNotFound, WriteInProgress, TierFailure.
         """
@@ -61,7 +61,8 @@ class Forgetting:
             raise WriteInProgress(session=writing[0].name)
         while owned:
             done = _with(done, await self._remove(owned))
-            # What came meanwhile; what is being written by now stays, and is told.
+            # Sessions may have come meanwhile. Only sessions that are being written end the loop: the caller
+            # is told.
             owned = await self._all_of(tenant, owners, pace)
             if owned and all(session.is_writing for session in owned):
                 raise WriteInProgress(session=owned[0].name)
@@ -73,7 +74,7 @@ class Forgetting:
 
     def _of_version(self, tenant: str, model_id: str, version: str) -> Iterator[ModelRecord]:
         for known_id in self._state.model_ids.get(tenant, ()):
-            # With their ends: ranks, layouts and versions of one model have ids that go on behind a dot.
+            # Ranks, layouts and versions of one model have ids that go on behind a dot.
             if known_id == model_id or known_id.startswith(f"{model_id}."):
                 record = self._state.models[tenant, known_id]
                 if has_version(record.spec.weights_digest, version):
@@ -96,10 +97,10 @@ class Forgetting:
         return [session for session in owned if not session.is_gone]
 
     async def _remove(self, owned: list[Session]) -> list[Session]:
-        """Those of these that went."""
+        """Remove these sessions and blocks. Returns those that went."""
         gone: list[Session] = []
         for begin in range(0, len(owned), AT_A_TIME):
-            # By name once more: there was an await, and a dormant one has to be known to go.
+            # Each is looked up by its name after the await. A dormant session has to be known to go.
             named = (
                 (session, self._ledger.named(session.tenant, session.session_id))
                 for session in owned[begin : begin + AT_A_TIME]

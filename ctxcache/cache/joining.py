@@ -78,20 +78,20 @@ class Joining:
 
     async def join(self, session: Session) -> None:
         """Join what can be joined of one session. Raises CapacityExceeded, TierFailure."""
-        # It runs to its end: no slot is given back while a device writes to it.
+        # A join runs to its end: no slot is given back while a device writes to it.
         while await asyncio.shield(self._background.start(self._join_some(session))):
             pass
 
     async def _join_some(self, session: Session) -> bool:
         """Join one run of segments; False where there is none, or no room."""
-        # As long as a slot can be had in one piece: the watermark `longest` bounds it.
+        # The watermark `longest` bounds the long segment, so that its slot can be had in one piece.
         longest = session.layout.filled_by(LONGEST_SEGMENT_TOKENS, self._ledger.longest_bytes)
-        # Bounded by the same allowance as write-behind: a join writes rows for a second time.
+        # The allowance of write-behind bounds joins as well: a join writes rows for a second time.
         parts = self._run_of(session, longest.segment_tokens)
         if not parts or not self._write_behind.allowance.is_left(self._state.clock.monotonic_ns()):
             return False
         self._metadata.check()
-        # Held: no part may leave memory while it is copied.
+        # The parts are held: none may leave memory while it is copied.
         for part in parts:
             self._ledger.held(part)
         # Room for a long piece may drop clean segments. The parts are held, so they are not among them.
@@ -107,7 +107,7 @@ class Joining:
                 return await self._join(session, parts, whole)
             finally:
                 # A place other than RESERVED means that the record is written, or that its fate is not known.
-                # Not joined after all: the slot in memory goes back.
+                # The segments were not joined: the slot in memory goes back.
                 if whole.place is Place.RESERVED:
                     self._ledger.abandoned(whole)
                 self._ledger.released(whole)
@@ -118,12 +118,12 @@ class Joining:
     async def _join(self, session: Session, parts: Sequence[Segment], whole: Segment) -> bool:
         # The copy is verified against the writers' sums: a joint checksum of a bad byte would make it right.
         if await self._io.join(parts, whole):
-            # A row in memory is not what it was: reads and scrubbing see to that.
+            # A row in memory has changed. Reads and scrubbing repair it.
             return False
         slot = self._ssd_room.take(whole.size_bytes, session)
         if slot is None:
             return False
-        # Before the write: a flush beside it must not spend the same allowance.
+        # The allowance is spent before the write: a flush beside it must not spend the same.
         self._write_behind.allowance.spend(session.copies * slot.size_bytes)
         written = await self._staging.write_taken(session, whole, slot)
         if written is None or len(written.places) < whole.copies:
@@ -156,7 +156,7 @@ class Joining:
             self._departures.strand(dead)
             raise
         self._state.counters.joined_segment_count += len(dead)
-        # Slots in memory and below, and keys: some microseconds each.
+        # Each part's slots and keys take some microseconds.
         for i, part in enumerate(dead, 1):
             self._ledger.forgotten(part)
             # Many parts may go at once: other callers get their turns of the event loop.
@@ -168,15 +168,16 @@ class Joining:
         """Segments that follow one another and have so many tokens in all; empty where there are none."""
         run: deque[Segment] = deque()
         run_count = 0
-        # From the end: what has become full is there, and long sessions have been joined before.
+        # The search begins at the end: new full segments are there, and long sessions have been joined
+        # before.
         for segment in session.segments[-LOOKED_AT:]:
             # A gap in positions, or another number of listers, begins a new run.
             if run and (run[-1].end != segment.begin or run[-1].reference_count != segment.reference_count):
                 run.clear()
                 run_count = 0
             is_short = segment.place is Place.BOTH and segment.row_count < token_count
-            # Held: a reader's pointers. Unwritten or without one sum per stream: there is nothing to verify
-            # the copy by.
+            # A held segment has readers with pointers into it. A segment that is unwritten, or has several
+            # sums for a stream, gives nothing to verify the copy by.
             if segment.hold_count or not is_short or not _is_whole(segment):
                 run.clear()
                 run_count = 0
@@ -191,15 +192,16 @@ class Joining:
                 if self._sessions_of(session, found):
                     return found
                 if segment.reference_count > 1:
-                    # The same sessions list the next ones: it is not looked among all of them for each.
+                    # The same sessions list the next segments: the search among them is not repeated for
+                    # each.
                     run.clear()
                     run_count = 0
         return []
 
     def _sessions_of(self, session: Session, parts: Sequence[Segment]) -> list[Session]:
-        """The sessions that list these, of which this is one.
+        """The sessions that list these segments, this one among them.
 
-        Empty unless each of them lists them one behind the other and shows every row of them.
+        Empty unless each session lists the segments in a row and shows every row of them.
         """
         home = parts[0].home
         # While a path is lost sessions withhold tokens, and a part may be unreadable.
@@ -220,7 +222,7 @@ class Joining:
 
 
 def _shows(session: Session, parts: Sequence[Segment], copies: int) -> bool:
-    """Whether the session lists these in a row, shows all their rows, and wants so many copies."""
+    """Whether the session lists these parts in a row, shows all their rows, and wants so many copies."""
     begin, end = parts[0].begin, parts[-1].end
     if session.is_block or session.withheld or session.copies != copies:
         return False
@@ -229,5 +231,5 @@ def _shows(session: Session, parts: Sequence[Segment], copies: int) -> bool:
 
 
 def _is_whole(part: Segment) -> bool:
-    """Whether all its rows are below, known by one sum for each stream."""
+    """Whether all rows of the segment are below, with one sum for each stream."""
     return part.is_full and not part.is_unwritten and part.is_settled(part.row_count)

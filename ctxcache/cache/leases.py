@@ -44,7 +44,7 @@ class ReadRequest:
     """The request of a reader: tokens `[begin, end)`, `end` None for all, of a session of that model.
 
     The rows count in `client`'s share of the arena. `leaves_on_ssd`: segments that are not in DRAM are read
-    where they lie. `is_summed`: the answer says what its rows must be. `is_rechecked`: segments in DRAM are
+    where they lie. `is_summed`: the answer has the rows' checksums. `is_rechecked`: segments in DRAM are
     verified before the answer.
     """
 
@@ -62,8 +62,8 @@ class ReadRequest:
     """A stream then counts as no access, and is read past DRAM."""
 
 
-# Looked at again after every await, because between two looks a session may be cut, deleted or moved. Only a
-# look and the holds that follow it without an await belong together.
+# A session may be cut, deleted or moved between two looks. Only a look and the holds that follow it without
+# an await belong together.
 class ReadPlan:
     """A request, resolved against the session as it is now; to be looked at again after every await."""
 
@@ -78,14 +78,14 @@ class ReadPlan:
     """Where the segments lie that are left on SSD, by segment id."""
     dram_token_count: int
     is_ready: bool
-    """Whether nothing is to be promoted or summed for it."""
+    """Whether no segment is to be promoted, and no checksum to be computed."""
 
     def __init__(self, state: State, request: ReadRequest) -> None:
         self.request, self.owner = request, Pinner(request.tenant, request.client)
         self._clock, self._ledger = state.clock, state.ledger
 
     def look(self) -> dict[int, int]:
-        """Find out; returns `sizes_bytes`. Raises what is wrong with the request."""
+        """Resolve the request; returns `sizes_bytes`. Raises what is wrong with the request."""
         request = self.request
         self.now_ns = self._clock.now_ns()
         session = self.session = self._ledger.find_at(request.tenant, request.session_id, self.now_ns)
@@ -102,13 +102,13 @@ class ReadPlan:
             if segment.memory is not None:
                 self.dram_token_count += piece.row_end - piece.row_begin
                 if request.is_summed and not segment.is_settled(piece.row_end):
-                    # The stored sum is of other rows than the reader gets: a sum of these is made off the
-                    # fast path.
+                    # The stored sum is of more rows than the reader gets. A sum of the reader's rows is
+                    # computed off the fast path.
                     self.is_ready = False
             elif request.leaves_on_ssd and segment.durable is not None:
                 self.on_ssd[segment.segment_id] = self._ledger.best_place(segment) or segment.durable
-                # Read by the client itself from the file, as GPU direct reads do.
-                # Left below it takes no room in DRAM, and does not count in the budget.
+                # The client reads these segments from the file itself, as GPU direct reads do. They take no
+                # room in DRAM, and do not count in the budget.
                 continue
             else:
                 self.is_ready = False
@@ -123,7 +123,7 @@ class ReadPlan:
     def look_for_stream(self, budget: Budget) -> dict[int, int]:
         """As `look`.
 
-        Where there is no room for all of it, what is in DRAM already, as far as the limit goes.
+        Where the budget lacks room for all, segments that are in DRAM already are taken as far as it goes.
         """
         sizes_bytes = self.look()
         if self.request.is_quiet:
@@ -135,7 +135,8 @@ class ReadPlan:
             resident = {p.segment.segment_id: p.segment.size_bytes for p in self.pieces if p.segment.memory}
             left_bytes, self.sizes_bytes = budget.limit_of(self.owner), {}
             for segment_id, size_bytes in resident.items():
-                # In token order up to the first that does not fit: the rest is read past DRAM.
+                # Segments are taken in token order up to the first that does not fit. The rest is read past
+                # DRAM.
                 left_bytes -= size_bytes
                 if left_bytes < 0:
                     break
@@ -168,10 +169,9 @@ class Lease:
     pieces: tuple[Piece, ...]
     client: Pinner
     pinned: dict[int, int]
-    """Bytes by segment id, as they count in the budget; what of `pieces` is not among them may leave DRAM."""
+    """Bytes by segment id, as they count in the budget. Pieces of other segments may leave DRAM."""
     dram_token_count: int
-    """Tokens that were in DRAM when it was asked for."""
-    # Both books use it: the pin that the client's share counts, and the hold that the ledger counts.
+    """Tokens that were in DRAM when the lease was asked for."""
     deadline_ns: int = NEVER_NS
     begun_ns: int = 0
     on_ssd: Mapping[int, Slot] = field(default_factory=dict)
@@ -189,8 +189,7 @@ class Lease:
 class Rows(NamedTuple):
     """Rows of one stream, valid as long as the lease; if `is_passing`, until the next ones are asked for.
 
-    `checksum`: what they must be, by their writer; they were not looked at where they lie in DRAM, in
-    `segment`.
+    `checksum`: that of the rows by their writer. Rows in DRAM, in `segment`, were not verified.
     """
 
     stream: Stream
@@ -201,14 +200,14 @@ class Rows(NamedTuple):
 
     @property
     def is_passing(self) -> bool:
-        """Whether they are a copy, in memory that is used again."""
+        """Whether the rows are a copy in memory that is used again."""
         return self.segment is None
 
 
 # Only a view, sums and numbers cross to another thread. No session and no segment is looked at there.
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """A piece whose bytes another thread may read while it is lent: what of it never changes meanwhile.
+    """A piece whose bytes another thread may read while it is lent. They do not change meanwhile.
 
     `view` is its slot in DRAM, None when it is not kept there; `sums` are those of its segment's rows then.
     """
@@ -218,14 +217,14 @@ class Lent:
     sums: Sums | None
 
     def rows(self, stream: Stream) -> "Summed | None":
-        """One stream's rows and what they must be; None when DRAM has other ones."""
+        """One stream's rows and their checksum; None when DRAM has other rows than it should."""
         if self.view is None or self.sums is None:
             raise RuntimeError("it is not kept in DRAM")
         return summed(self.view, self.sums, self.piece, stream)
 
 
 class Summed(NamedTuple):
-    """Rows, and what they must be."""
+    """Rows, and the checksum that they must have."""
 
     data: memoryview
     checksum: int
@@ -239,12 +238,12 @@ def summed(view: memoryview, sums: Sums, piece: Piece, stream: Stream) -> Summed
     layout = piece.segment.layout
     data = view[layout.rows(stream, piece.row_begin, piece.row_end)]
     whole = sums.values[layout.index[stream]]
-    # A whole chunk: the stored sum is that of the reader's rows, and no byte is read.
+    # The piece is a whole chunk: the stored sum is that of the reader's rows, and no byte is read.
     if (piece.row_begin, piece.row_end) == (0, sums.row_end):
         return Summed(data, whole)
-    # A part has no stored sum. It gets one of its own, made here, and trusted because the whole is right.
+    # A part has no stored sum. It gets one of its own, which is trusted because the whole chunk is right.
     checksum = rows_checksum(data)
-    # In this order: what changes between the two is found by one of them.
+    # The part is summed before the whole: a change between the two is found by one of them.
     is_right = rows_checksum(view[layout.rows(stream, 0, sums.row_end)]) == whole
     return Summed(data, checksum) if is_right else None
 
@@ -281,14 +280,14 @@ class Leases:
         return self._leases.values()
 
     def lease(self, lease_id: int) -> Lease:
-        """One that is held now. Raises LeaseNotFound."""
+        """A lease that is held now. Raises LeaseNotFound."""
         try:
             return self._leases[lease_id]
         except KeyError:
             raise LeaseNotFound(lease_id=lease_id) from None
 
     def age_s(self, lease: Lease) -> float:
-        """For how long it is held."""
+        """For how many seconds a lease is held."""
         return (self._state.clock.monotonic_ns() - lease.begun_ns) / 10**9
 
     def held(self) -> Iterator[Segment]:
@@ -304,7 +303,8 @@ class Leases:
         lease = self.acquire_at_once(request)
         if lease is not None:
             return lease
-        # Held before the promotion: the segments on their way must not be evicted again by other readers.
+        # The lease holds its segments before the promotion: other readers must not evict segments on their
+        # way.
         lease = await self._hold(request)
         try:
             await self._promote(lease)
@@ -316,22 +316,22 @@ class Leases:
             if isinstance(error, CacheError):
                 self._missed(request, error)
             raise
-        # The deadline begins now: the time that SSD took is not the reader's.
+        # The deadline begins now: the time that SSD took is not counted against the reader.
         self._renew(lease)
         self._found(lease)
         return lease
 
     async def again(self, held: Callable[[], Lease], tenant: str, client: int | None) -> Lease:
-        """A lease more, of this client, on the rows of one that is held; it counts as an access.
+        """Another lease, of this client, on the rows of a lease that is held; it counts as an access.
 
         Moves nothing. The rows are those of the lease, also when the session has changed meanwhile. Raises
         what `held` raises, CapacityExceeded, TooManyRequests.
         """
         owner = Pinner(tenant, client)
-        # Before the wait as well: a call that is refused anyway takes no place in the line.
+        # A call that is refused anyway takes no place in the line.
         self._check_count(tenant)
         await self.pins.wait_for_room(owner, lambda: held().pinned)
-        # Asked once more: the lease may have ended while this call waited for room, and others have begun.
+        # The lease may have ended while this call waited for room, and others may have begun.
         self._check_count(tenant)
         source, now_ns = held(), self._state.clock.monotonic_ns()
         self.pins.pin(owner, source.pinned)
@@ -360,7 +360,7 @@ class Leases:
         return lease
 
     def let_go(self, leases: Iterable[Lease]) -> None:
-        """End those that have not ended."""
+        """End those of the leases that have not ended."""
         for lease in leases:
             if lease.lease_id in self._leases:
                 self.release(lease.lease_id)
@@ -368,9 +368,8 @@ class Leases:
     def acquire_at_once(self, request: ReadRequest, *, sum_limit: int | None = None) -> Lease | None:
         """Acquire without waiting: all rows are in DRAM, or left on SSD, and there is room.
 
-        Returns None and changes nothing otherwise, and where the answer is to say more checksums than
-        `sum_limit`. Raises as `acquire`, except CorruptSegment and
-        TierFailure.
+        Returns None and changes nothing otherwise, and where the answer would have more checksums than
+        `sum_limit`. Raises as `acquire`, except CorruptSegment and TierFailure.
         """
         # A recheck reads every byte, and belongs on the way that may wait.
         if request.is_rechecked:
@@ -387,14 +386,14 @@ class Leases:
         except CacheError as error:
             self._missed(request, error)
             raise
-        # Deadline from now on: no time was spent on a device.
+        # The deadline begins now, for no time was spent on a device.
         lease = self._begin_plan(plan)
         lease.deadline_ns = lease.begun_ns + LEASE_LIFETIME_NS
         self._found(lease)
         return lease
 
-    # The blocks of one look-up or load are found together and let go together, so that they have one lease:
-    # what follows from a lease, and not from a block, is a third of the work for sixteen.
+    # The blocks of one look-up or load share one lease: the work per lease, and not per block, is a third of
+    # the whole for sixteen blocks.
     def has_room_for_blocks(self, blocks: Mapping[Session, Segment], owner: Pinner) -> bool:
         """Whether `acquire_blocks` may be called now: no wait, and no refusal.
 
@@ -403,7 +402,7 @@ class Leases:
         return not self._is_full(owner.tenant) and self.pins.has_room(owner, _sizes_bytes(blocks))
 
     def acquire_blocks(self, blocks: Mapping[Session, Segment], owner: Pinner, now_ns: int) -> Lease:
-        """One lease of all of these blocks of the owner's tenant, at hand, and found in this turn.
+        """One lease of all these blocks of the owner's tenant. They are in DRAM, by a look of this turn.
 
         At `now_ns` of the store's time. Each counts as an access.
         """
@@ -446,7 +445,7 @@ class Leases:
         return lease_id in self._leases
 
     def check(self, lease: Lease, ttl_ns: int = LEASE_LIFETIME_NS) -> None:
-        """Raise DeadlineExceeded unless a stream's lease still holds its rows; it was to for `ttl_ns`."""
+        """Raise DeadlineExceeded unless a stream's lease, given for `ttl_ns`, still holds its rows."""
         if lease.lease_id not in self._leases:
             raise DeadlineExceeded(target="reader", timeout_s=f"{ttl_ns / SECOND_NS:g}")
 
@@ -461,7 +460,8 @@ class Leases:
             del self._counts[tenant]
         self._state.seen.lease_s.observe((now_ns - lease.begun_ns) / SECOND_NS)
         if not lease.is_quiet:
-            # Its use first, then its rows: the policy ranks the session before its segments may leave.
+            # The end of the use comes before the rows: the policy ranks the session before its segments may
+            # leave.
             self._ledger.read_ended(lease.view.uid, now_ns / SECOND_NS)
             for uid in lease.others:
                 self._ledger.read_ended(uid, now_ns / SECOND_NS)
@@ -473,7 +473,7 @@ class Leases:
     def expire_due(self) -> None:
         """End leases past their deadline."""
         now_ns = self._state.clock.monotonic_ns()
-        # A list: `release` changes the table.
+        # A list is made first, since `release` changes the table.
         for lease in [held for held in self._leases.values() if held.deadline_ns <= now_ns]:
             self.release(lease.lease_id)
             session = self._ledger.get(lease.view.uid)
@@ -494,32 +494,30 @@ class Leases:
         lease = await self._hold(request, is_stream=True)
         try:
             chosen = _chosen(lease.view, streams)
-            # Beyond the readers' share only what is in DRAM already is read there.
+            # Beyond the readers' share the stream reads only segments that are in DRAM already.
             if len(lease.pinned) == len({piece.segment.segment_id for piece in lease.pieces}):
-                # Room that writes would have to make may be refused while reads go on; a read that fails
-                # fails again.
-                # A read needs neither: what cannot be promoted is read past memory, and fails with its own
-                # error there.
+                # A segment that cannot be promoted is read past memory. A lack of room is no error of the
+                # read, and a device's failure is raised there.
                 with suppress(CapacityExceeded, TierFailure):
                     try:
                         await self._promote(lease)
                         await self._prepare(lease, request)
                     except CorruptSegment as error:
                         self._missed(request, error)
-                        # Damage is no lack of room: those rows cannot be read past memory either.
+                        # Damaged rows cannot be read past memory either.
                         raise
             self._renew(lease)
             self._found(lease)
             yield lease, chosen, self._rows(lease, chosen)
         finally:
-            # It may have expired while rows were streamed.
+            # The lease may have expired while rows were streamed.
             with suppress(LeaseNotFound):
                 self.release(lease.lease_id)
 
     @contextmanager
     def lend(self, lease: Lease) -> Iterator[tuple[Lent, ...]]:
         """Hold a stream's pieces for another thread, whatever becomes of the lease meanwhile."""
-        # Held once more, since the lease may end while the other thread still reads.
+        # The pieces are held once more, since the lease may end while the other thread still reads.
         self._keep(lease)
         try:
             yield tuple(self._lent(lease, piece) for piece in lease.pieces)
@@ -532,7 +530,7 @@ class Leases:
         self._renew(lease)
 
     async def mend(self, segment: Segment) -> None:
-        """Verify a held segment in DRAM, whose rows were found to be others.
+        """Verify a held segment in DRAM whose reader found other rows.
 
         Raises CorruptSegment, TierFailure.
         """
@@ -578,9 +576,9 @@ class Leases:
         plan = ReadPlan(self._state, request)
         look = partial(plan.look_for_stream, self.pins) if is_stream else plan.look
         await self.pins.wait_for_room(plan.owner, look)
-        # Once more: of all that passed the first look and waited, only so many as the bound lets.
+        # Other calls waited as well: the bound is checked again for all that passed the first check.
         self._check_count(request.tenant)
-        # Room, and the plan as it was at the last look: no await follows.
+        # Room and plan are those of the last look: no await follows.
         return self._begin_plan(plan)
 
     def _check_count(self, tenant: str) -> None:
@@ -593,7 +591,7 @@ class Leases:
         return bound.is_reached(len(self._leases), self._counts[tenant])
 
     def _begin_plan(self, plan: ReadPlan) -> Lease:
-        """Hold what is asked for, for which there is room."""
+        """Hold what the plan asks for. The budget has room for it."""
         request = plan.request
         return self._begin(
             plan.session,
@@ -621,9 +619,9 @@ class Leases:
         is_quiet: bool = False,
         others: Sequence[Session] = (),
     ) -> Lease:
-        """Hold pieces of a session, tokens `span`; `looked_ns` of the store's time: when they were found.
+        """Hold pieces of a session, tokens `span`. `looked_ns`: when they were found, in the store's time.
 
-        `others`: further blocks, of which some of the pieces are.
+        `others`: further blocks to which some of the pieces belong.
         """
         now_ns = self._state.clock.monotonic_ns()
         if not is_quiet:
@@ -647,7 +645,7 @@ class Leases:
             is_quiet=is_quiet,
             others=tuple([leased.uid for leased in others]) if others else (),
         )
-        # Nothing awaits between the look and these holds: the segments are where they were found.
+        # Nothing awaits between the look and these holds: the segments are where the look saw them.
         for piece in pieces:
             self._ledger.held(piece.segment, is_past=piece.segment.segment_id not in sizes_bytes)
         self._leases[lease.lease_id] = lease
@@ -655,7 +653,7 @@ class Leases:
         if not is_quiet:
             for leased in others:
                 self._ledger.read_began(leased, (), now_ns / SECOND_NS)
-            # With the pieces of all: what was promoted ahead of need is read.
+            # The policy hears of all pieces: segments that were promoted ahead of need count as read.
             self._ledger.read_began(session, pieces, now_ns / SECOND_NS)
         return lease
 
@@ -678,7 +676,7 @@ class Leases:
         )
 
     async def _promote(self, lease: Lease) -> None:
-        # Each segment once: two pieces of one segment are promoted together.
+        # Two pieces of one segment are promoted together.
         unique = {p.segment.segment_id: p.segment for p in lease.pieces if not lease.is_past(p.segment)}
         try:
             await self._promotions.promote(list(unique.values()))
@@ -698,7 +696,7 @@ class Leases:
                 await self._mending.settle(segment, piece.row_end)
 
     async def _bad(self, error: CorruptSegment) -> None:
-        # By number: the segment may have gone, and been found bad by another reader before.
+        # The segment is looked up by number: it may be gone, after another reader found it bad.
         segment = self._ledger.segment(int(error.facts["segment_id"]))
         if segment is not None:
             await self._mending.quarantine({segment})
@@ -725,7 +723,7 @@ class Leases:
 
     async def _summed(self, view: memoryview, piece: Piece, stream: Stream) -> Summed:
         """A held piece's rows in DRAM, and what they must be. Raises CorruptSegment, TierFailure."""
-        # Memory that does not keep what is restored there fails for good, and is told so.
+        # Memory that does not keep restored rows fails for good, and its reader gets that error.
         for _ in range(TRIES):
             found = summed(view, _check_there(piece), piece, stream)
             if found is not None:
@@ -740,14 +738,14 @@ class Leases:
         # The device may take longer than the lease lasts.
         self._ledger.held(segment)
         try:
-            # It may come to memory, and leave it, while this call waits: each try looks anew.
+            # The segment may come to memory, and leave it, while this call waits: each try looks anew.
             for _ in range(TRIES):
                 if not segment.memory:
                     return await self._chunk(piece, stream, bounce)
                 await self._mending.settle(segment, piece.row_end)
                 data, checksum = await self._summed(self._io.view(segment), piece, stream)
                 place[: len(data)] = data
-                # Memory may change under the copy, so that the copy itself is verified.
+                # Memory may change under the copy, so that the copy is verified.
                 if rows_checksum(place[: len(data)]) == checksum:
                     return Summed(place[: len(data)], checksum)
                 await self._mending.verify(segment)
@@ -781,7 +779,7 @@ class Bounce:
         self._view: memoryview | None = None
 
     def of(self, size_bytes: int) -> memoryview:
-        """At least so many bytes; what an earlier call returned may lie there too."""
+        """At least so many bytes. Bytes that an earlier call returned may lie there too."""
         if self._view is None or len(self._view) < size_bytes:
             # Whole pages: direct reads need an aligned place.
             self._view = memoryview(mmap.mmap(-1, size_bytes))
@@ -799,7 +797,7 @@ def _sizes_bytes(blocks: Mapping[Session, Segment]) -> dict[int, int]:
 def _check_there(piece: Piece) -> Sums:
     """The checksums of a held piece's segment.
 
-    Raises CorruptSegment where it ends before the piece by now.
+    Raises CorruptSegment where the segment now ends before the piece.
     """
     segment = piece.segment
     if piece.row_end > segment.row_count:

@@ -44,7 +44,7 @@ from ctxcache.storage.metadata.base import (
 )
 
 LAST_USED = 1 << 10
-"""Sessions that are known from the start, those that were used last: the policy is told of them."""
+"""The number of sessions, the last used ones, that are known from the start: the policy hears of them."""
 log = logging.getLogger(__name__)
 
 
@@ -55,7 +55,7 @@ class DormantSlots(Collection[tuple[int, int, int]]):
         self.segment_ids, self._columns = ids, columns
 
     def __len__(self) -> int:
-        """How many there are."""
+        """How many slots there are."""
         return len(self.segment_ids)
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
@@ -64,7 +64,7 @@ class DormantSlots(Collection[tuple[int, int, int]]):
         return zip(paths, offsets, sizes, strict=True)
 
     def __contains__(self, slot: object) -> bool:
-        """Whether one of them is this slot."""
+        """Whether a dormant segment has this slot."""
         return any(each == slot for each in self)
 
 
@@ -124,7 +124,7 @@ class Reviver:
             contents=record.contents,
             copies=record.copies,
             live=record.live,
-            # At least this run's first: what the crash took back had generations too.
+            # The generation is at least this run's first: what the crash took back had generations too.
             generation=max(record.generation, self._state.least_generation),
             # All three ends are one: what a record says is durable.
             log_end=record.log_end,
@@ -134,7 +134,7 @@ class Reviver:
 
     def layout(self, streams: tuple[Stream, ...], model: ModelRecord) -> SegmentLayout:
         """The layout of a session's segments."""
-        # By its streams, which records share: making ranges of them takes a while.
+        # Records share the streams, and making ranges of them takes a while.
         key = (model.fingerprint, streams)
         if key not in self._layouts:
             self._layouts[key] = self._state.layout(model, ranges_of(streams))
@@ -168,16 +168,17 @@ class _Loader:
         """See the module's."""
         for model in self._metadata.models():
             self._state.add_model(model)
-        # All sessions before the segments: a segment's record is only of use with a session that lists it.
+        # All sessions come before the segments: a segment's record is only of use with a session that lists
+        # it.
         for found in self._metadata.kept_sessions():
             self._look_at(found)
-        # A session whose path is lost is reckoned at once, so that all are known then.
+        # Sessions with segments on a lost path are reckoned at once, so that all are known then.
         self._set_apart(
             self._plain.set_apart(self._listed_by, None if self._ledger.lost.paths else last_used)
         )
         self._load_segments()
         self._set_apart(self._plain.unfit())
-        # In the order of their accesses, as policies hear of them.
+        # Policies hear of sessions in the order of their accesses.
         for session, segment_ids in sorted(self._listings, key=lambda listing: listing[0].access_time_ns):
             segments = map(self._ledger.segment, segment_ids)
             session.segments = [segment for segment in segments if segment]
@@ -201,7 +202,7 @@ class _Loader:
         if None in layouts:
             has_model = np.array([layout is not None for layout in layouts])[sessions.kind_numbers]
             for i in np.flatnonzero(~has_model).tolist():
-                # It tells of each, and removes it.
+                # `_read` logs each session without a model, and removes it.
                 self._read(self._metadata.session(_uid(sessions, i), sessions.kept[i]))
             sessions = _only(sessions, has_model)
         self._plain.add(sessions, layouts)
@@ -216,7 +217,7 @@ class _Loader:
         return model
 
     def _read(self, record: SessionRecord) -> None:
-        """The session is to be known."""
+        """Make the session of a record known."""
         if record.block is not None:
             layout = block_layout(record.block.part_bytes)
             session = self._reviver.made(record, record.tenant, record.block.space, layout)
@@ -230,7 +231,7 @@ class _Loader:
         self._listed_by.update(dict.fromkeys(record.segment_ids, session))
 
     def _set_apart(self, numbers: Iterable[int]) -> None:
-        """These are not dormant, but to be known."""
+        """Take these sessions from the dormant ones, so that they are known."""
         dormant = self._plain.dormant
         for number in numbers:
             record = self._metadata.session(dormant.uid(number), dormant.kept(number))
@@ -244,7 +245,7 @@ class _Loader:
     def _load_segments(self) -> None:
         last, plain = 0, self._plain
         for segments in self._metadata.kept_segments():
-            # Ids ascend: the last one read is the largest.
+            # Segment ids ascend: the last one read is the largest.
             last = int(segments.segment_ids[-1])
             numbers = plain.add_segments(segments)
             for i in np.flatnonzero(numbers < 0).tolist():
@@ -261,7 +262,7 @@ class _Loader:
                 elif segment_id in self._listed_by:
                     self._find_by(keyed, segment_id, begin, self._listed_by[segment_id].layout)
         if self._repairs.deleted_segment_ids:
-            # A session and its segments are recorded and removed in one commit.
+            # One commit records or removes a session and its segments together: this is damage.
             log.error("segments_without_session count=%d", len(self._repairs.deleted_segment_ids))
         self._ledger.skip_segment_ids(last)
 
@@ -280,7 +281,7 @@ class _Loader:
         if gap is not None:
             self._cut(session, gap)
         if session.is_block and not session.live:
-            # It is there whole or not at all.
+            # A block is there whole or not at all.
             self._repairs.deleted_session_uids.append(session.uid)
             return
         # Clocks may have been set back between the runs.
@@ -303,7 +304,7 @@ class _Loader:
 
 
 class _Plain:
-    """Sessions that may be dormant: a column for each fact that is looked at."""
+    """Sessions that may be dormant, in a column for each fact that is looked at."""
 
     def __init__(self, dormant: Dormant, opened_ns: int) -> None:
         self.dormant, self._opened_ns = dormant, opened_ns
@@ -384,7 +385,7 @@ class _Plain:
         return found
 
     def add_segments(self, segments: KeptSegments) -> "npt.NDArray[np.int64]":
-        """Those of these segments that the sessions list; the number of the session of each, -1 for none."""
+        """Add those of the segments that sessions list. Returns each one's session number, -1 for none."""
         listed = np.frombuffer(self._listed, np.uint64)
         at = np.searchsorted(listed, segments.segment_ids)
         is_listed = at < len(listed)
@@ -434,14 +435,14 @@ class _Plain:
         return size_bytes
 
     def unfit(self) -> list[int]:
-        """Sessions whose segments are missing, or not what they should be: to be known, and cut or mended."""
+        """Sessions to be known, and cut or mended: segments of them are missing, or not as they should be."""
         # The records of some segments are missing.
         self._misfits.update(np.frombuffer(self._listers, np.int64)[~self._is_found].tolist())
         owners, begins, ends = (np.array(each, np.int64) for each in (self._owners, self._begins, self._ends))
         order = np.lexsort((begins, owners))
         owners, begins, ends = owners[order], begins[order], ends[order]
         is_next = owners[1:] == owners[:-1]
-        # Where one ends before the next begins, something may be missing: a full look tells.
+        # A segment that ends before the next begins may leave a gap: a full look tells.
         gaps = owners[1:][is_next & (begins[1:] != ends[:-1])]
         count = len(self._access)
         firsts, lasts = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -510,7 +511,7 @@ def _packed(kind: str, numbers: "npt.NDArray[Any]") -> "array[int]":
 
 
 def segment_of(record: SegmentRecord, session: Session, use: TenantUse) -> Segment:
-    """A segment of the session's, counted as `use`."""
+    """A segment of the session, counted as `use`."""
     identity = record.identity
     is_writer = identity.session_uid == session.uid
     is_same_model = identity.model_fingerprint == session.model_fingerprint

@@ -59,7 +59,7 @@ class Shortfall(Enum):
     NOT_STORED = "not stored"
     """No session has the next 64 tokens."""
     CUT = "cut"
-    """One has them, and lost tokens before them."""
+    """A session has them, and lost tokens before them."""
     SHORT = "short"
     """Fewer than 64 tokens are left."""
 
@@ -92,7 +92,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A session after an adoption, and how many tokens it has got by that."""
+    """A session after an adoption, and how many tokens the adoption gave it."""
 
     view: SessionView
     token_count: int
@@ -107,7 +107,7 @@ class PrefixCounts:
     found_token_count: int = 0
     adopted_token_count: int = 0
     adopted_bytes: int = 0
-    """Slots that adoptions did not have to take, in one tier."""
+    """Bytes of slots that adoptions did not have to take, in one tier."""
 
 
 class Prefixes:
@@ -142,12 +142,12 @@ class Prefixes:
     ) -> Match:
         """The longest prefix of these token ids (int32, little endian), or keys, that sessions have.
 
-        Sessions of that model, layout and salt. `contents`: what lies behind the token ids. Salt and contents
-        are in keys already. `token_count`: where there are keys alone, how many tokens are asked for; 64 for
-        each by default. `offered`: keys that the caller made of the token ids. `lease_ttl_ns`: what is
-        found is brought to memory and held for so long, for all who have the token; that counts as an access.
-        Raises ModelNotFound, InvalidArgument (a stream that the model does not have, keys of other tokens),
-        and with a lease CapacityExceeded, TooManyRequests, TierFailure.
+        The sessions have that model, layout and salt. `contents`: what lies behind the token ids; keys are
+        made with salt and contents already. `token_count`: how many tokens are asked for where there are keys
+        alone; 64 for each key by default. `offered`: keys that the caller made of the token ids.
+        `lease_ttl_ns`: the prefix is brought to memory and held for so long, for all who have the token; that
+        counts as an access. Raises ModelNotFound, InvalidArgument (a stream that the model does not have,
+        keys of other tokens), and with a lease CapacityExceeded, TooManyRequests, TierFailure.
         """
         model = self._state.model(tenant, model_id)
         try:
@@ -162,12 +162,13 @@ class Prefixes:
         self.counts.asked_token_count += asked_count
         holder = self._holder(scope, keys, is_proven=isinstance(asked, bytes))
         lease: TokenLease | None = None
-        # Held by generation: a session that changes between the look and the lease is looked for again.
+        # The lease names the generation: a session that changes between the look and the lease is looked for
+        # again.
         for _ in range(LOOKS if lease_ttl_ns else 0):
             if holder is None or lease is not None:
                 break
             lease = await self._held(*holder, ttl_ns=lease_ttl_ns)
-            # Other calls may have changed the session meanwhile.
+            # Other calls may have changed the session during the attempts.
             holder = holder if lease else self._holder(scope, keys, is_proven=isinstance(asked, bytes))
         if holder is None:
             return Match(shortfall=_shortfall(asked_count, known_count, 0))
@@ -217,9 +218,9 @@ class Prefixes:
     ) -> Adopted:
         """Let a session that never had a token begin with the longest prefix that another one has.
 
-        One of the same salt. `contents` as in `match`. Without one it stays as it is. Raises SessionNotFound,
-        ModelFingerprintMismatch, GenerationMismatch, WriteInProgress, InvalidArgument (it has, or had,
-        tokens; keys of other tokens), CapacityExceeded, TierFailure.
+        The other session has the same salt. `contents` as in `match`. Without such a session this one stays
+        as it is. Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, WriteInProgress,
+        InvalidArgument (it has, or had, tokens; keys of other tokens), CapacityExceeded, TierFailure.
         """
         session = self._adopter(tenant, session_id, fingerprint, generation)
         self._metadata.check()
@@ -241,25 +242,26 @@ class Prefixes:
                 break
             source, token_count = holder
             if source.salt != session.salt:
-                # Keys may be of any salt, and what is appended behind them would be of this session's.
+                # The keys may be of another salt, while tokens appended behind them would be of this
+                # session's.
                 break
             if source.durable_end < token_count:
                 await self._flush(source)
-            # Longer than what was counted is fine, shorter is not: a shorter run was never prepared.
+            # A run longer than the counted one is fine. A shorter one was never prepared.
             elif shared is None or shared[0] != source.uid or shared[1] > token_count:
                 shared = source.uid, token_count
                 await self._share(source, token_count, pace)
             else:
-                # A writer may have added to it meanwhile: that is left to the next one.
+                # A writer may have added to the source meanwhile: the next adoption takes that.
                 await self._adopt(session, source, shared[1])
                 return Adopted(session.view(), shared[1])
-        # Nothing was there, or something else at each of LOOKS looks: the caller computes the tokens.
+        # No session had a prefix, or each of LOOKS looks met another state: the caller computes the tokens.
         return Adopted(session.view(), 0)
 
     async def most_shared(self, tenant: str, limit: int, *, pace: Pace = STEP_BY_STEP) -> list[SharedPrefix]:
         """At most so many prefixes that several of a tenant's sessions list, what saves most first.
 
-        For sessions that part from each other several times, the prefix that all of them share.
+        Several forks of forks have one entry: the prefix that all of them share.
         """
         shared: dict[int, SharedPrefix] = {}
         for i, session_id in enumerate(list(self._ledger.names.ids(tenant)), 1):
@@ -269,7 +271,7 @@ class Prefixes:
             first = session.segments[0] if session and session.segments else None
             if session and first and first.reference_count > 1 and first.segment_id not in shared:
                 shared[first.segment_id] = self._shared_prefix(session)
-            # Thousands of sessions, one step each.
+            # There may be thousands of sessions, and each is one step.
             if i % SESSIONS_PER_LOOK == 0 and pace.is_over:
                 await pace.rest()
         return nlargest(limit, shared.values(), key=attrgetter("saved_bytes"))
@@ -283,7 +285,7 @@ class Prefixes:
 
     def _shared_prefix(self, session: Session) -> SharedPrefix:
         count = session.segments[0].reference_count
-        # All of the first run of segments that the same number of sessions lists.
+        # The prefix is the first run of segments that the same number of sessions lists.
         shared = list(takewhile(lambda segment: segment.reference_count == count, session.segments))
         keys = self._ledger.keyed.keys_of(shared[-1], shared[-1].row_count)
         return SharedPrefix(
@@ -308,14 +310,14 @@ class Prefixes:
     ) -> list[bytes]:
         """The keys that are in the index, from the first one on.
 
-        Of some keys at a time the last one is looked for, and only where it is not there those before: a key
-        stands for all before it, and whoever holds its tokens is looked at afterwards.
+        For a few keys at a time the last one is looked for, and the others only where it is missing: a key
+        stands for all before it. Whoever holds its tokens is looked at afterwards.
         """
         keyed, known = self._ledger.keyed, list[bytes]()
         count = len(asked) // BLOCK_BYTES if isinstance(asked, bytes) else len(asked)
-        # Keys that are made take a slice of time by the 64; those that came need looking for alone.
+        # Keys that are made here take a slice of time by the 64. Keys that came are only looked for.
         most = KEYS_PER_LOOK if isinstance(asked, bytes) else count
-        # Doubling steps: a miss costs one key, and a hit of a million tokens some hundred looks.
+        # Steps double: a miss costs one key, and a hit of a million tokens some hundred looks.
         begin, some = 0, 1
         while begin < count:
             if begin and pace.is_over:
@@ -342,14 +344,14 @@ class Prefixes:
         """A session that has the longest run of these keys, and how many tokens of it others may list.
 
         `is_proven`: the keys were made here, of tokens, so that each continues the one before. A segment that
-        a writer has room in goes on to grow, so a session that is written shares whole segments alone.
+        a writer still fills grows, so a session that is being written shares whole segments alone.
         """
         holder = self._ledger.holder(scope, keys)
         if holder is None:
             return None
         source, key_count = holder
-        # Keys from a client prove nothing about what lies before them: compared one by one with the session's
-        # own.
+        # A client's key proves nothing about the keys before it: the keys are compared one by one with the
+        # session's own.
         if not is_proven:
             key_count = self._ledger.keyed.agreeing_count(source, keys[:key_count])
         token_count = key_count * BLOCK_TOKENS
@@ -363,7 +365,7 @@ class Prefixes:
         try:
             await self._flushing.flush(source)
         except (SessionNotFound, CorruptSegment):
-            # It is gone, or has been cut. Another one may have the same: the next look tells.
+            # The source is gone, or has been cut. Another session may have the prefix: the next look tells.
             return
 
     async def _share(self, source: Session, token_count: int, pace: Pace) -> None:
@@ -395,7 +397,7 @@ class Prefixes:
             await self._departures.write_down([session])
         except TierFailure:
             if not session.is_gone and session.token_count == token_count:
-                # Its record may be there, or be owed; it is as it was before, or has these tokens.
+                # The record may be there, or be owed. The session is as it was before, or has these tokens.
                 self._departures.strand(self._ledger.truncated(session, ()))
             raise
 

@@ -53,13 +53,13 @@ class Mending:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def settle(self, segment: Segment, row_count: int) -> None:
-        """Have so many committed rows of a segment in DRAM, or more, covered by one sum per stream.
+        """Have at least so many committed rows of a segment in DRAM covered by one sum per stream.
 
         Raises as `mend`.
         """
         for _ in range(TRIES):
             if segment.memory is None or segment.is_settled(row_count):
-                # Once is enough, unless memory changes again while it is looked at.
+                # One attempt is enough, unless memory changes again while it is looked at.
                 return
             problem = await self._io.settle(segment)
             if problem:
@@ -77,9 +77,10 @@ class Mending:
         return problem
 
     async def mend(self, segment: Segment, problem: str) -> None:
-        """Put right what DRAM has of a segment. Once, whoever asks for it.
+        """Put right what DRAM has of a segment. Calls for one segment share one mending.
 
-        Raises CorruptSegment when that cannot be done, and its sessions end before it then; TierFailure.
+        Raises CorruptSegment when that cannot be done, after its sessions end before the segment;
+        TierFailure.
         """
         task = self._tasks.get(segment.segment_id)
         if task is None:
@@ -90,12 +91,12 @@ class Mending:
     async def read(self, segment: Segment, attempt: Callable[[Slot], Awaitable[T]]) -> T:
         """Read a held segment from one of its slots on SSD, or from the other where that is bad or lost.
 
-        `attempt` reads from the slot that it is given, and verifies. The device may still write to the memory
-        of one that failed. Raises CorruptSegment where no slot has the rows, TierFailure.
+        `attempt` reads from the slot that it is given, and verifies. After a failed attempt the device may
+        still write to its memory. Raises CorruptSegment where no slot has the rows, TierFailure.
         """
         tried: set[Slot] = set()
         failed: tuple[Slot, TierFailure] | None = None
-        # The best place first; what is on a lost path last, for its read takes the device's time-out.
+        # The best place comes first. Places on lost paths come last: their reads take the device's time-out.
         while True:
             best = self._ledger.best_place(segment)
             left = [place for place in (best, *segment.places) if place and place not in tried]
@@ -107,14 +108,14 @@ class Mending:
             try:
                 result = await attempt(left[0])
             except CorruptSegment as error:
-                # The only slot that it has: the caller ends its sessions there.
+                # The segment has no other slot: the caller ends its sessions there.
                 if segment.places == (left[0],):
                     raise
                 self.drop_place(segment, left[0], str(error.facts["problem"]))
             except TierFailure as failure:
                 failed = failed or (left[0], failure)
             else:
-                # A slot that is there and cannot be read is bad; a lost path may come back as it was.
+                # A slot on a working path that cannot be read is bad. A lost path may come back as it was.
                 if failed is not None and failed[0].path_index not in self._ledger.lost.paths:
                     self.drop_place(segment, failed[0], str(failed[1]))
                 return result
@@ -122,23 +123,23 @@ class Mending:
     async def image(
         self, segment: Segment, memory: memoryview | None = None
     ) -> tuple[memoryview, tuple[int, ...]]:
-        """SSD's rows of a held segment, in `memory` (page-aligned, a slot's size) or other, verified.
+        """Read SSD's rows of a held segment into `memory` (page-aligned, a slot's size) or other; verify them.
 
-        Returns one checksum of rows per stream besides. Raises as `read`.
+        Returns the memory, and one checksum of rows per stream. Raises as `read`.
         """
         unused = [] if memory is None else [memory]
 
         async def checked(place: Slot) -> tuple[memoryview, tuple[int, ...]]:
-            # A device that gave no answer may still write to what an earlier attempt had.
+            # A device that gave no answer may still write to the memory of an earlier attempt.
             into = unused.pop() if unused else memoryview(mmap.mmap(-1, segment.layout.size_bytes))
             return into, await self._io.check(segment, place, into)
 
         return await self.read(segment, checked)
 
     def drop_place(self, segment: Segment, place: Slot, problem: str) -> None:
-        """One of two copies is not what was written: its slot is kept from use, and the other one is read.
+        """Keep a bad copy's slot from use, and leave the segment its other copy.
 
-        Recorded behind the caller's back: until then the record names a place that is found bad again.
+        The record follows later: until then it names a place that is found bad again.
         """
         if place not in segment.places or len(segment.places) == 1:
             return
@@ -146,7 +147,7 @@ class Mending:
             "copy_dropped segment=%d path=%s problem=%r", segment.segment_id, self._io.path_of(place), problem
         )
         self._state.counters.mended_copy_count += 1
-        # Before its record: from here on no reader is sent to the bad copy.
+        # The ledger hears before the record: from here on no reader is sent to the bad copy.
         self._ledger.place_lost(segment, place, is_bad=True)
         self._background.start(self._departures.write_down(moved=[segment], bad=[place]))
 
@@ -157,11 +158,11 @@ class Mending:
         from use. Raises TierFailure; the sessions have ended there all the same.
         """
         self._state.counters.corrupt_segment_count += len(bad)
-        # The cut comes first, in memory and at once: from here on nobody is sent to the bad bytes.
+        # The cut comes first, in memory and at once: from here on no reader is sent to the bad bytes.
         cut, dead = self.cut(bad, Event.CORRUPT, FAILED)
-        # Not its own any more: when the last hold of the segment ends, the slot may be another's.
+        # The slot leaves the segment now: when the last hold ends, the slot may be another's.
         slots = [slot for segment in bad for slot in self._ledger.disowned(segment, is_bad=True)]
-        # One commit: shorter sessions, dead segments, and the slots that are kept from use.
+        # One commit has the shorter sessions, the dead segments, and the slots that are kept from use.
         await self._departures.write_down(cut, dead=dead, bad=slots)
 
     def cut(
@@ -173,9 +174,9 @@ class Mending:
         """
         cut: list[Session] = []
         dead: list[Segment] = []
-        # All that list any of them, each once: a fork has the same bad segment.
+        # Each session that lists a bad segment is cut once: a fork has the same bad segment.
         for session in {s.uid: s for segment in bad for s in self._ledger.names.listers(segment)}.values():
-            # The first of several bad segments: behind it nothing is of use.
+            # The cut is at the first of several bad segments: behind it no token is of use.
             begin = min((s.begin for s in session.segments if s in bad), default=session.log_end)
             if begin < session.log_end:
                 cut.append(session)
@@ -200,7 +201,7 @@ class Mending:
             for _ in range(TRIES):
                 restored = await self._restore(segment)
                 damage = await self._io.verify(segment) if segment.memory else ""
-                # Right by now; or nothing to restore from; or rows are bad that SSD never had.
+                # The rows are right by now, or SSD has none to restore, or rows are bad that SSD never had.
                 if not damage or restored is None or segment.row_count > restored.row_end:
                     break
             if not damage:
@@ -228,17 +229,18 @@ class Mending:
             self._ledger.released(segment)
 
     async def _restore(self, segment: Segment) -> Sums | None:
-        """Put what SSD has in the place of what DRAM has; which rows that were. None where SSD has none."""
+        """Copy SSD's rows over DRAM's. Returns the sums of those rows; None where SSD has none."""
         while segment.memory and segment.durable:
             places, row_count = segment.places, segment.durable_row_count
             try:
                 image, values = await self.image(segment)
             except CorruptSegment:
-                # A flush may have moved it meanwhile.
+                # A flush may have moved the segment meanwhile.
                 if segment.places == places:
                     return None
                 continue
-            # The same rows as were read: a flush in between has a new image, and the loop reads that.
+            # The rows must be those that were read. A flush in between has a new image, which the next turn
+            # reads.
             if segment.durable_row_count == row_count:
                 await self._io.restore_rows(segment, image, row_count)
                 return Sums(0, row_count, values)
@@ -254,7 +256,7 @@ class Mending:
     async def _shorten(self, segment: Segment, durable: Sums) -> None:
         """End a segment's sessions behind the rows that SSD has of it."""
         self._state.counters.corrupt_segment_count += 1
-        # The ledger first: from here on no reader is sent behind those rows.
+        # The ledger hears first: from here on no reader is sent behind those rows.
         sessions = self._ledger.shortened(segment, durable)
         dead = []
         for session in sessions:
@@ -264,13 +266,13 @@ class Mending:
 
 SEGMENTS_PER_REPORT = 32
 LOGGED_LOSSES = 100
-"""Losses of a start that its log names: a file that is gone may have held a million segments."""
+"""Losses of a start that its log names. A file that is gone may have held a million segments."""
 RECORDS_PER_TURN = 256
 SORTED_PER_TURN = 1024
 RECORDS_PAUSE_S = 0.01
-"""After so many records, in a pass that begins by itself."""
+"""The rest after so many records, in a pass that begins by itself."""
 LONGEST_PAUSE_S = 1.0
-"""Before it is looked whether the pass goes on."""
+"""The longest rest before a pass looks whether it goes on."""
 PASS_NS = 600 * 10**9
 """How long after one pass began the next one may begin by itself."""
 
@@ -279,8 +281,8 @@ PASS_NS = 600 * 10**9
 class Bad:
     """A copy of a segment that is not what was written: tokens at positions `[begin, end)` of these sessions.
 
-    `sessions`: names of resources, a block's own for a block. `is_mended`: nothing is lost. It was in DRAM,
-    and has SSD's rows now; or another SSD path has a good copy.
+    `sessions`: names of resources, a block's own for a block. `is_mended`: nothing is lost, since SSD's rows
+    were copied to DRAM, or another SSD path has a good copy.
     """
 
     segment_id: int
@@ -350,9 +352,9 @@ class Scrubbing:
             self._is_running = False
 
     def lost_at_start(self, losses: Iterable[Bad]) -> None:
-        """These were lost when the records were read: the first pass that is asked for tells of all.
+        """Keep losses of a start, for the first pass that is asked for to tell of.
 
-        The log has the first ones, and how many more there are.
+        The log has the first losses, and how many more there are.
         """
         self._lost_at_start.extend(losses)
         for loss in islice(self._lost_at_start, LOGGED_LOSSES):
@@ -368,7 +370,7 @@ class Scrubbing:
             log.error("lost_at_start more=%d", len(self._lost_at_start) - LOGGED_LOSSES)
 
     def described(self, segment: Segment, place: Slot, problem: str, *, is_mended: bool = False) -> Bad:
-        """A segment's slot on SSD that is not what it should be. The sessions list the segment still."""
+        """Describe a segment's bad slot on SSD. The sessions still list the segment."""
         names = sorted(session.name for session in self._ledger.names.listers(segment))
         return Bad(
             segment.segment_id,
@@ -385,13 +387,13 @@ class Scrubbing:
     async def verify_unasked(self) -> None:
         """Make a whole pass at the rate that the limits say, if it is time for one; 0 is never.
 
-        A pass that is asked for, or another rate, ends it. Raises CorruptMetadata, TierFailure.
+        A pass that is asked for, or another rate, ends this one. Raises CorruptMetadata, TierFailure.
         """
         now_ns, rate = self._state.clock.monotonic_ns(), self._state.limits.scrub_bytes_per_s
         if not rate or now_ns < self._next_ns or self._is_running:
             return
-        # From the beginning of the pass: a pass that takes longer than PASS_NS is followed by the next at
-        # once.
+        # The time counts from the beginning of the pass: a pass that takes longer than PASS_NS is followed by
+        # the next at once.
         self._next_ns, asked_count = now_ns + PASS_NS, self._asked_count
 
         def is_over() -> bool:
@@ -415,7 +417,8 @@ class Scrubbing:
         # One slot's memory for the whole pass. A failed read past this ends the pass, so that no late write
         # of a device meets the next segment.
         bounce = memoryview(mmap.mmap(-1, 4096))
-        # Each is asked for when its turn comes: its session may have fallen asleep, or be known again.
+        # Each segment is asked for when its turn comes: its session may have fallen asleep, or be known
+        # again.
         for i, segment in enumerate(chain(map(self._ledger.glance_at, segment_ids), self._dormant())):
             if i % SEGMENTS_PER_REPORT == 0:
                 yield Scrubbed(count, min(i, count), done_bytes, record_count, tuple(bad))
@@ -434,7 +437,7 @@ class Scrubbing:
             if segment.memory and segment.place is not Place.HELD:
                 done_bytes += segment.memory.size_bytes
                 bad += await self._check_dram(segment)
-            # On a lost path there is nothing to verify.
+            # A slot on a lost path cannot be verified.
             if segment.durable and segment.is_listed and not self._ledger.lost.has(segment):
                 done_bytes += segment.durable_bytes
                 bad += await self._check(segment, bounce)
@@ -451,7 +454,7 @@ class Scrubbing:
             yield from reversed(session.segments)
 
     async def _check_dormant(self, segment: Segment, bounce: memoryview) -> list[Bad]:
-        """Verify the slot of a segment that is dormant; where it is bad, the segment is to be known."""
+        """Verify the slot of a dormant segment. A bad segment comes to be known."""
         if segment.durable is None or not await self._problem(segment, segment.durable, bounce):
             return []
         known = self._ledger.segment(segment.segment_id)
@@ -462,7 +465,7 @@ class Scrubbing:
         by_begin: defaultdict[int, list[int]] = defaultdict(list)
         segments = list(self._ledger.segments())
         for i in range(1, len(segments) + 1):
-            # Not kept over the rest: who holds a segment keeps its session awake.
+            # No reference is kept over the rest: a held segment keeps its session awake.
             segment = segments.pop()
             by_begin[segment.begin].append(segment.segment_id)
             if i % SORTED_PER_TURN == 0:
@@ -472,9 +475,10 @@ class Scrubbing:
     async def release(self) -> tuple[int, int]:
         """Test quarantined slots by writing, and let those be used again that keep what they are given.
 
-        Returns how many do, and how many do not. Raises TooManyRequests (it is under way), TierFailure.
+        Returns how many do, and how many do not. Raises TooManyRequests (a release is under way),
+        TierFailure.
         """
-        # Alone: what another one has released holds somebody's rows by now.
+        # One release at a time: a slot that another one has released holds somebody's rows by now.
         if self._is_releasing:
             raise TooManyRequests(what="releases", limit=1)
         self._is_releasing = True
@@ -488,7 +492,8 @@ class Scrubbing:
     async def _release(self, slot: Slot) -> bool:
         if not await self._io.keeps_bytes(slot):
             return False
-        # Its record first: used before that, a restart would keep it from use with somebody's rows in it.
+        # The record comes before the use: else a restart would keep a slot from use with somebody's rows in
+        # it.
         await self._metadata.commit(Changes(released=[slot]), is_durable=True)
         self._ledger.unquarantined(slot)
         return True
@@ -509,11 +514,11 @@ class Scrubbing:
         return count
 
     async def _check_dram(self, segment: Segment) -> list[Bad]:
-        """Before SSD's copy: where that is bad as well, nothing can be mended by it."""
+        """Verify a segment's rows in DRAM. This comes before SSD's copy, by which bad rows are mended."""
         slot, end = segment.memory, segment.end
         if slot is None:
             return []
-        # Before the verification, which may cut them.
+        # The names are taken before the verification, which may cut the sessions.
         names = sorted(session.name for session in self._ledger.names.listers(segment))
         self._ledger.held(segment)
         is_mended = True
@@ -542,7 +547,7 @@ class Scrubbing:
 
     async def _check(self, segment: Segment, bounce: memoryview) -> list[Bad]:
         """Verify every slot that the segment has on SSD, those on lost paths left out."""
-        # Again where it moved meanwhile: what was read then belongs to nobody.
+        # A segment that moved during the read is read again: its old slot belongs to nobody.
         while segment.durable and segment.is_listed:
             places, row_count = segment.places, segment.durable_row_count
             self._ledger.held(segment)
@@ -550,7 +555,8 @@ class Scrubbing:
                 there = [place for place in places if place.path_index not in self._ledger.lost.paths]
                 problems = {place: await self._problem(segment, place, bounce) for place in there}
                 if segment.durable_row_count != row_count or segment.places != places:
-                    # Written elsewhere meanwhile, and perhaps back again; or another reader has found it bad.
+                    # The segment was written elsewhere meanwhile, and perhaps back again, or another reader
+                    # found it bad.
                     continue
                 is_mended = "" in problems.values()
                 bad = [
@@ -558,12 +564,12 @@ class Scrubbing:
                     for place, problem in problems.items()
                     if problem
                 ]
-                # One good copy: the bad ones are dropped, and made anew from it.
+                # With one good copy the bad ones are dropped, and made anew from it.
                 if is_mended:
                     for place, problem in problems.items():
                         if problem:
                             self._mending.drop_place(segment, place, problem)
-                # Every copy there is was looked at, and all are bad.
+                # Every copy was looked at, and all are bad.
                 elif len(there) == len(places):
                     await self._mending.quarantine({segment})
                 elif there:

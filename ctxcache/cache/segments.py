@@ -40,8 +40,8 @@ from ctxcache.format.streams import Stream
 from ctxcache.runtime.threads import started_pool
 from ctxcache.storage.tiers.base import MappedTier, Range, Tier, TierRefusal
 
-# A slot, and how it is moved. Ranges between chunks, each at most one piece, so that a thread's checksum
-# never needs bytes that another thread reads:
+# A slot, and how it is moved. Ranges are cut between chunks, and each is at most one piece, so that a
+# thread's checksum never needs bytes that another thread reads:
 #
 #     | header | chunk 0 |pad| chunk 1 |pad| chunk 2 ............ |pad| ...
 #     |<------- piece ------------------>|<------ piece -------->|
@@ -90,7 +90,7 @@ class SegmentIO:
     def __init__(self, arena: MappedTier, ssd: Tier) -> None:
         self._arena = arena
         self._ssd = ssd
-        # Ours alone: what else runs in asyncio's shared threads must not delay a flush.
+        # The pool is for flushes alone: work in asyncio's shared threads must not delay them.
         self._sealers = started_pool(SEALING_THREADS, "segment-seal")
 
     def close(self) -> None:
@@ -142,11 +142,11 @@ class SegmentIO:
         if item.copy is None:
             await self._ssd.write(item.slot, 0, image, pieces=pieces)
             return None
-        # Both to their ends: no slot is given back while a device writes to it.
+        # Both writes run to their ends: no slot is given back while a device writes to it.
         first, second = await asyncio.gather(
             *(self._ssd.write(slot, 0, image, pieces=pieces) for slot in item.places), return_exceptions=True
         )
-        # The first slot decides: without it nothing is recorded. The second one may fail alone.
+        # The first slot decides: without it nothing is recorded. The second write may fail alone.
         if first is not None:
             raise first
         if second is not None and not isinstance(second, TierFailure):
@@ -158,7 +158,7 @@ class SegmentIO:
 
         Raises as `check`.
         """
-        # Memory of its own, not the arena: rows in the arena may be newer than those below.
+        # The image has memory of its own: rows in the arena may be newer than those below.
         image = memoryview(mmap.mmap(-1, segment.layout.size_bytes))
         row_count = segment.durable_row_count
         await self.check(segment, source, image)
@@ -169,7 +169,7 @@ class SegmentIO:
 
         The damage found, empty if there is none.
         """
-        # Full segments below: each has one sum per stream, and its rows never change.
+        # Parts are full segments that are below: each has one sum per stream, and its rows never change.
         sources = [(part.layout, self.view(part), part.settled.values) for part in parts]
         loop = asyncio.get_running_loop()
         values, problem = await loop.run_in_executor(
@@ -195,7 +195,7 @@ class SegmentIO:
 
         The damage found, empty if there is none.
         """
-        # One moment: rows that are committed while the sums are made are not among them.
+        # The row count is taken once: rows that are committed while the sums are made are not among them.
         view, row_count = self.view(segment), segment.row_count
         known = sums_of(segment, row_count)
         loop = asyncio.get_running_loop()
@@ -231,7 +231,7 @@ class SegmentIO:
 
     async def keeps_bytes(self, slot: Slot) -> bool:
         """Whether a slot that nobody uses gives back what is written to it. Raises TierFailure."""
-        # Random bytes: a device that returns zeros, or what was there before, does not pass.
+        # The bytes are random: a device that returns zeros, or what was there before, does not pass.
         written, read_back = (memoryview(mmap.mmap(-1, slot.size_bytes)) for _ in range(2))
         written[:] = os.urandom(slot.size_bytes)
         await self._ssd.write(slot, 0, written)
@@ -257,7 +257,8 @@ class SegmentIO:
         CorruptSegment, TierFailure.
         """
         layout = segment.layout
-        # The header once, then it is known: a reader past memory reads one chunk, not a header and a chunk.
+        # The header is read once, and then known: a reader past memory reads one chunk, not a header and a
+        # chunk.
         if not segment.bound_checksums:
             head = bounce[: layout.header_bytes]
             await self._ssd.read(slot, 0, head)
@@ -272,7 +273,8 @@ class SegmentIO:
         checksum, whole = await loop.run_in_executor(
             self._sealers, _sums_of_part, part, chunk[: rows.stop - rows.start]
         )
-        # Bound to the segment's identity: a right chunk of another segment or generation is refused.
+        # The checksum is bound to the segment's identity: a right chunk of another segment or generation is
+        # refused.
         seed = segment.identity(row_count).seed()
         if bound_checksum(seed, stream, whole) != segment.bound_checksums[layout.index[stream]]:
             raise CorruptSegment(segment_id=segment.segment_id, problem=f"{stream}: checksum does not match")
@@ -280,8 +282,7 @@ class SegmentIO:
 
 
 def _sums_of_part(part: memoryview, whole: memoryview) -> tuple[int, int]:
-    """The part's first: what changes after that is found by it."""
-    # If the bytes change between the two sums, one of them does not match, and the rows are refused.
+    """Checksums of a part, and then of the whole, so that a change in between is found by the second."""
     checksum = rows_checksum(part)
     return checksum, checksum if len(part) == len(whole) else rows_checksum(whole)
 
@@ -324,8 +325,8 @@ class _Arrival:
     def verified(self) -> tuple[int, ...]:
         """One checksum of rows per stream, when all is here. Raises CorruptSegment."""
         segment, values = self._segment, tuple(self._values)
-        # The usual case in one comparison: the header that these bytes should have is the one that is there,
-        # and the one recorded. Only where they differ it is found out what is wrong.
+        # Usually one comparison is enough: these bytes' header is the one read, and the one recorded. Only
+        # where they differ it is found out what is wrong.
         actual = _bound(segment, self._row_count, values)
         expected = _encoded(segment, self._row_count, actual)
         if header_checksum(expected) == segment.header_checksum and self.view[: len(expected)] == expected:
@@ -343,7 +344,7 @@ def _pieces(layout: SegmentLayout, row_count: int) -> list[Range]:
     pieces = [(0, layout.header_bytes)]
     for offset, spec in zip(layout.offsets, layout.specs, strict=True):
         begin, last = pieces[-1]
-        # Cut short segments are moved by their pages: reading 40 of 64 rows moves 40 rows.
+        # A short segment is moved by its pages: reading 40 of 64 rows moves 40 rows.
         end = offset + align(spec.row_bytes * row_count)
         if end - begin <= PIECE_BYTES and offset - last <= GAP_BYTES:
             pieces[-1] = (begin, end)
@@ -371,7 +372,7 @@ def _seal(item: Written, view: memoryview) -> memoryview:
     image[: layout.header_bytes] = encoded.ljust(layout.header_bytes, b"\0")
     for offset, spec in zip(layout.offsets, layout.specs, strict=True):
         end = offset + spec.row_bytes * item.row_count
-        # The rest of the last page of each chunk as well, of full segments too: rows seldom fill a page.
+        # The rest of each chunk's last page is zeroed, in full segments too: rows seldom fill a page.
         if end % ALIGN_BYTES:
             image[end : align(end)] = bytes(align(end) - end)
     return image
@@ -402,7 +403,7 @@ def _joined(
             size_bytes = spec.row_bytes * part.segment_tokens
             rows, end = target[end : end + size_bytes], end + size_bytes
             source = view[part.offsets[i] : part.offsets[i] + size_bytes]
-            # Copied first, verified then: the copy is what will be written.
+            # The rows are copied first and verified then: the copy is what will be written.
             np.copyto(np.frombuffer(rows, np.uint8), np.frombuffer(source, np.uint8))
             if rows_checksum(rows) != sums[i]:
                 return (), f"{spec.stream}: checksum does not match"
@@ -424,9 +425,9 @@ def _checked_header(segment: Segment, data: memoryview) -> SegmentHeader:
     try:
         header = decode_header(data)
     except CorruptSegment as error:
-        # Damaged bytes may name any segment: the one at fault is the one asked for.
+        # Damaged bytes may name any segment. The segment at fault is the one asked for.
         raise CorruptSegment(segment_id=segment.segment_id, problem=error.facts["problem"]) from error
-    # Two copies of one segment with other rows are both whole. Only the record says which is meant.
+    # Two copies of one segment with other rows are both whole. Only the record says which one is meant.
     if header_checksum(bytes(data)) != segment.header_checksum:
         problem = "its header is not the one recorded"
     elif header.segment_id != segment.segment_id or header.identity != segment.identity(

@@ -39,7 +39,7 @@ from ctxcache.format.streams import TOKENS, StreamRange, contents_within, ranges
 from ctxcache.storage.metadata.base import Changes, MetadataStore
 
 FIRST_GENERATION_BITS = 31
-"""Of a new session's generation; half of those of one run are left for its changes."""
+"""Bits of a new session's first generation. Half of a run's generations are left for its changes."""
 NAMES_PER_TURN = 64
 """Sessions that a listing looks at before others have their turn: .5 ms, or more of dormant ones."""
 SESSIONS_PER_COMMIT = 64
@@ -115,7 +115,7 @@ class Sessions:
         InvalidArgument (a stream the model does not have, or more copies than there are SSD paths).
         """
         self._check_copies(copies)
-        # Asked first: the session would be made, and its record refused.
+        # The metadata is asked first: else the session would be made, and its record refused.
         self._metadata.check()
         model = self._state.model(tenant, model_id)
         try:
@@ -150,7 +150,7 @@ class Sessions:
         Others have their turn in between: what is created or deleted meanwhile may be listed or not.
         """
         now_ns = self._state.clock.now_ns()
-        # By name and not by place: what comes and goes meanwhile moves places.
+        # The listing goes by name and not by place: sessions that come and go move places.
         while True:
             names = self._ledger.names.ids(tenant)
             begin = bisect_right(names, after)
@@ -158,7 +158,7 @@ class Sessions:
             for name in some:
                 session = self._ledger.glance(tenant, name)
                 if session is None or session.expire_time_ns <= now_ns:
-                    # Expired, and not removed yet.
+                    # The session has expired, and is not removed yet.
                     continue
                 if model_id in ("", session.model_id):
                     self._ledger.lost.reckon(session)
@@ -193,7 +193,7 @@ class Sessions:
         if copies:
             session.copies = copies
             segments = list(session.segments)
-            # A few segments at a time, and then others have their turn: a long session has thousands.
+            # Others have their turn after a few segments: a long session has thousands.
             for begin in range(0, len(segments), SEGMENTS_PER_LOOK):
                 listed = [
                     segment for segment in segments[begin : begin + SEGMENTS_PER_LOOK] if segment.is_listed
@@ -212,7 +212,7 @@ class Sessions:
         return session.view()
 
     def _still(self, session: Session) -> None:
-        """Raise SessionNotFound where it has ended: another one may have its name by now."""
+        """Raise SessionNotFound where the session has ended: another one may have its name by now."""
         if self._ledger.find(session.tenant, session.session_id) is not session:
             raise SessionNotFound(session=f"sessions/{session.session_id}")
 
@@ -244,7 +244,7 @@ class Sessions:
     ) -> SessionView:
         """Drop tokens by index. A truncation that drops nothing changes nothing.
 
-        `furthest`: the range that must lie within the session for all of them to do, where `dropped` are in
+        `furthest`: the range that must lie within the session for all others to do so; `dropped` is then in
         order.
 
         Raises SessionNotFound, GenerationMismatch, WriteInProgress, TokenRangeOutOfBounds,
@@ -252,7 +252,7 @@ class Sessions:
         """
         session = self._ledger.find(tenant, session_id)
         self._check_change(session, generation)
-        # The generation and the writer first: a range error of an old view would mislead.
+        # Generation and writer are checked first: a range error of an old view would mislead.
         for begin, end in dropped if furthest is None else (furthest,):
             session.check_range(begin, end)
         # Sorted and disjoint already where `furthest` is given, so that thousands of ranges are not sorted
@@ -264,7 +264,7 @@ class Sessions:
         self._check_fragments(session, kept, session.log_end)
         self._metadata.check(is_growing=False)
         self._ledger.touched(session, self._state.clock.now_ns())
-        # Nothing dropped, no new generation.
+        # A drop of nothing changes no generation.
         if kept != session.live:
             lost_count = session.token_count - ranges.count(kept)
             dead = self._ledger.truncated(session, kept)
@@ -299,7 +299,7 @@ class Sessions:
         GenerationMismatch, WriteInProgress, SessionInUse, ModelFingerprintMismatch, InvalidArgument,
         TokenRangeOutOfBounds, SessionTooFragmented, CapacityExceeded, TierFailure.
         """
-        # Everything that can be refused is refused before the source is flushed for it.
+        # Every refusal comes before the source is flushed for the fork.
         source, kept = self._forkable(tenant, session_id, generation, token_count)
         self._metadata.check()
         if replaces is None:
@@ -328,7 +328,7 @@ class Sessions:
             # The checked state may have changed; waiting for a writer that goes on could last for ever.
             source, kept = self._forkable(tenant, session_id, generation, token_count)
         fork = self._blank(
-            # The last look, and from here on no await before the fork is there.
+            # This is the last look: no await follows before the fork is there.
             tenant,
             new_id,
             source.model_id,
@@ -338,7 +338,8 @@ class Sessions:
             live=ranges.select(source.live, 0, kept),
         )
         fork.segments = source.segments_of(fork.live)
-        # Behind the last shared segment, not behind the last kept token: rows there are the source's.
+        # The log ends behind the last shared segment, not behind the last kept token: rows there are the
+        # source's.
         fork.log_end = max((s.end for s in fork.segments), default=0)
         fork.recorded_end = fork.durable_end = fork.log_end
         fork.path, fork.copy_path, fork.copies = source.path, source.copy_path, source.copies
@@ -364,7 +365,7 @@ class Sessions:
         replaced = self._ledger.find(source.tenant, session_id)
         self._check_change(replaced, generation)
         replaced.check_fingerprint(source.model_fingerprint)
-        # Only as much as the fork keeps needs to be whole.
+        # Only the tokens that the fork keeps need to be whole.
         whole_count = min(source.whole_token_count, kept)
         problem = ""
         # Each of these would let the new session answer for tokens that are not its own.
@@ -384,7 +385,7 @@ class Sessions:
             problem = "has other contents than the source"
         if problem:
             raise InvalidArgument(field="session_id", problem=problem)
-        # Somebody reads it, or has been told that it stays: not replaced under them.
+        # A reader uses the session, or a hint said that it stays.
         if not replaced.is_idle or self._ledger.placement.is_awaited(replaced.uid):
             raise SessionInUse(session=replaced.name)
         return replaced
@@ -393,7 +394,7 @@ class Sessions:
         self, source: Session, session_id: str, generation: int, token_count: int
     ) -> None:
         """Compare the first token ids of two sessions. Raises InvalidArgument, what a stream raises."""
-        # Keys cannot tell: they are made with the layout, which is what differs between the two.
+        # Keys cannot tell, since they are made with the layout, in which the two differ.
         own = await self._token_ids(source, source.session_id, source.generation, token_count)
         theirs = await self._token_ids(source, session_id, generation, token_count)
         if own != theirs:
@@ -402,7 +403,7 @@ class Sessions:
             raise InvalidArgument(field="session_id", problem=problem)
 
     async def _token_ids(self, like: Session, session_id: str, generation: int, token_count: int) -> bytes:
-        """The first token ids of a session of this one's tenant and model, by a read that is no use."""
+        """The first token ids of a session of this one's tenant and model. The read counts as no access."""
         request = ReadRequest(
             like.tenant, session_id, like.model_fingerprint, generation, 0, token_count, is_quiet=True
         )
@@ -410,7 +411,7 @@ class Sessions:
             return b"".join([bytes(item.data) async for item in rows])
 
     async def _take_place(self, replaced: Session, fork: Session, source: Session) -> SessionView:
-        # All that belongs to the name goes on: its times, pins and copies. Only its rows are others.
+        # The times, pins and copies belong to the name, and go on. Only the rows are others.
         fork.create_time_ns, fork.access_time_ns = replaced.create_time_ns, replaced.access_time_ns
         fork.expiration, fork.expire_time_ns = replaced.expiration, replaced.expire_time_ns
         fork.is_pinned, fork.copies, fork.heat = replaced.is_pinned, replaced.copies, replaced.heat
@@ -421,7 +422,7 @@ class Sessions:
         )
         dead = self._ledger.replaced(replaced, fork, source)
         self._heard_of(fork, source)
-        # Where this fails the fork stays: its rows are durable, and its record is owed or there.
+        # The fork stays where this fails: its rows are durable, and its record is owed or there.
         await self._departures.write_down([fork], gone=[replaced], dead=dead)
         return fork.view()
 
@@ -438,12 +439,12 @@ class Sessions:
     async def _make_shareable(self, source: Session, positions: Ranges, pace: Pace) -> Count | None:
         """Count the segments at these positions with the source's kin, so that a later listing is cheap.
 
-        Returns what they take; None where there is none, and for a source that is gone meanwhile.
+        Returns what they take; None where nothing is to count, and for a source that is gone meanwhile.
         """
         segments = source.segments_of(positions)
         for begin in range(0, len(segments), SEGMENTS_PER_LOOK):
             self._ledger.shared(source, segments[begin : begin + SEGMENTS_PER_LOOK])
-            # Rests happen only when the pace says so: short sessions are forked without one.
+            # The pace decides about rests: short sessions are forked without one.
             if pace.is_over:
                 await pace.rest()
                 if source.is_gone:
@@ -508,7 +509,7 @@ class Sessions:
                 for session in gone:
                     self._ended(session, Event.EXPIRED)
                 await self._departures.remove(gone)
-        # Told again at the next call, whatever went wrong here.
+        # The sessions of writers are told again at the next call, whatever went wrong here.
         finally:
             for session in writing:
                 self._ledger.still_due(session, now_ns)
@@ -518,8 +519,8 @@ class Sessions:
 
         `is_last`: the server ends, and may use up the room for records. Raises CapacityExceeded, TierFailure.
         """
-        # Those of now, once each: sessions that are used all the while would keep this call for ever, and
-        # the deadlines that are looked after behind it.
+        # Only the accesses of now are saved, once each: sessions that are used all the while would keep this
+        # call for ever, and delay the deadlines behind it.
         left_count = self._ledger.unsaved_access_count
         while some := self._ledger.unsaved_accesses(
             limit=min(left_count, SESSIONS_PER_COMMIT), part_limit=PARTS_PER_COMMIT
@@ -527,7 +528,7 @@ class Sessions:
             left_count -= len(some)
             self._metadata.check(is_growing=not is_last)
             records = [record_of(session) for session in some]
-            # Before the wait: an access during it is a new one.
+            # The accesses are marked before the wait: an access during it is a new one.
             self._ledger.saved(some)
             try:
                 await self._metadata.commit(Changes(sessions=records), is_durable=False)
@@ -542,7 +543,7 @@ class Sessions:
             if not self._ledger.sleep.is_any_drowsy:
                 return
             for session in self._ledger.sleep.drowsy(limit=ASLEEP_AT_ONCE):
-                # Without keys, which are found by their segments all the while.
+                # Keys are left out: they are found by their segments all the while.
                 segments = [segment_record_of(self._ledger, s)._replace(keys=()) for s in session.segments]
                 kept = self._metadata.kept
                 self._ledger.sleep.fell_asleep(
@@ -552,7 +553,7 @@ class Sessions:
 
     def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Lookup:
         """The part of a session that could be restored, without side effects. Never raises."""
-        # For engines that ask for hundreds of names: no exception leaves this call.
+        # Engines ask for hundreds of names: no exception leaves this call.
         try:
             session = self._ledger.find(tenant, session_id)
             session.check_fingerprint(fingerprint)
@@ -584,7 +585,7 @@ class Sessions:
     # -- checks and parts ----------------------------------------------------------------------------
 
     def _terms(self, session: Session) -> dict[str, Fact]:
-        """For how long it is kept, as recordings have it."""
+        """The time for which the session is kept, and its pin, as recordings have them."""
         ttl_ns = session.expiration.ttl_ns
         if ttl_ns is None:
             ttl_ns = session.expire_time_ns - self._state.clock.now_ns()
@@ -613,7 +614,6 @@ class Sessions:
     def _check_fragments(self, session: Session, live: Ranges, log_end: int) -> None:
         """A session over a limit that was lowered since must not get more fragments."""
         limit, count = self._state.limits.fragment_count, ranges.fragment_count(live, log_end)
-        # A session that is over the limit already, since the limit was lowered, may go on with what it has.
         if count > max(limit, ranges.fragment_count(session.live, session.log_end)):
             raise SessionTooFragmented(session=session.name, fragment_count=count, limit=limit)
 
@@ -621,7 +621,7 @@ class Sessions:
         limit = self._state.limits.session_count
         own = len(self._ledger.names.ids(tenant))
         if self._state.limits.bound(limit).is_reached(self._ledger.session_count, own):
-            # The limit counts sessions, and blocks have their own.
+            # The limit counts sessions. Blocks have a limit of their own.
             raise TooManyRequests(what="sessions", limit=limit)
         known = self._ledger.named(tenant, session_id)
         if known and known.expire_time_ns > self._state.clock.now_ns():
@@ -649,8 +649,8 @@ class Sessions:
             create_time_ns=now_ns,
             access_time_ns=now_ns,
             expire_time_ns=expiration.after_access(now_ns),
-            # Not 1: a condition on a session that is gone would hold of another one under its name, which has
-            # had as many changes.
+            # The first generation is random: a condition on a session that is gone would else hold of the
+            # next one of its name after as many changes.
             generation=1 + secrets.randbits(FIRST_GENERATION_BITS),
             live=live,
         )
@@ -658,7 +658,8 @@ class Sessions:
     async def _admit(self, session: Session, source: Session | None = None) -> SessionView:
         # The name is checked once more: a fork has waited for flushes since the first check.
         self._check_new(session.tenant, session.session_id)
-        # Expired and not removed yet: it makes way for the new one, in one commit.
+        # The old session of this name has expired and is not removed yet: one commit replaces it by the new
+        # one.
         expired = self._ledger.named(session.tenant, session.session_id)
         if expired:
             self._ended(expired, Event.EXPIRED)
@@ -670,10 +671,10 @@ class Sessions:
         try:
             await self._departures.write_down([session], gone=[expired] if expired else [], dead=dead)
         except TierFailure:
-            # The caller is told that it failed: then there must be no session either.
+            # The caller is told of the failure: then there must be no session either.
             if not session.is_gone:
                 self._departures.strand(self._ledger.ended(session))
-                # Its record may be there, or be owed: it goes when changes are taken again.
+                # The record may be there, or be owed: it goes when changes are taken again.
                 with suppress(TierFailure):
                     changes = Changes(deleted_session_uids=[session.uid])
                     await self._metadata.commit(changes, is_durable=False)

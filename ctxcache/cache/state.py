@@ -106,7 +106,7 @@ class State:
         self.limits = limits
         self.least_generation = crash_count << GENERATION_BITS
         """Where generations begin: a crash took back commits that had some too, and none may come again."""
-        # One object each, counted where things happen; metrics read them.
+        # Metrics read these two objects, which are counted where things happen.
         self.counters, self.seen = Counters(), Observations()
         self.is_prefetch_wanted = asyncio.Event()
         """Set when a session may have come to be worth promoting ahead of need."""
@@ -137,7 +137,7 @@ class State:
         )
 
     def span(self, name: str, **facts: str | int) -> AbstractContextManager[object]:
-        """A part of what runs now, for those who trace: see Spans."""
+        """A part of the current work, for tracing: see Spans."""
         return self.spans.span(name, **facts) if self.spans.is_on else NOTHING
 
     # -- models ------------------------------------------------------------------------------------
@@ -154,9 +154,9 @@ class State:
 
         Raises KeyError(stream) for a stream that the model does not have.
         """
-        # Sorted and without repeats: the same streams in another order are the same layout.
+        # The same streams in another order, or repeated, are the same layout.
         key = model.fingerprint, tuple(sorted({TOKENS_RANGE, *ranges}))
-        # Weak: a layout lives as long as a session has it.
+        # The cache is weak: a layout lives as long as a session has it.
         layout = self._layouts.get(key)
         if layout is None:
             streams = (stream for item in ranges for stream in item.streams())
@@ -198,8 +198,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-# Why moves are tasks of their own: the caller may be cancelled in the middle of device I/O. The device goes
-# on writing to the slot, so that somebody must wait for it and give the slot back.
+# A move is a task of its own, for its caller may be cancelled in the middle of device I/O. The device goes on
+# writing to the slot, so that somebody must wait for it and give the slot back.
 class Background:
     """The moves under way."""
 
@@ -216,14 +216,14 @@ class Background:
 
     async def drain(self) -> None:
         """Wait for every move under way."""
-        # Again and again: a move may begin another one.
+        # A move may begin another one.
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _end(self, move: "asyncio.Task[Any]") -> None:
         self._tasks.discard(move)
-        # Looked at, so that asyncio does not complain when whoever wanted it has stopped waiting. For some
-        # moves nobody ever waits: an error that nobody foresaw would end one in silence.
+        # The error is looked at, so that asyncio does not complain when its caller has stopped waiting. Some
+        # moves have no caller: an unexpected error would end one in silence.
         error = None if move.cancelled() else move.exception()
         if error is not None and not isinstance(error, CacheError):
             log.error("move_broken", exc_info=error)
@@ -232,7 +232,8 @@ class Background:
 async def in_window(moves: Iterable[Callable[[], "asyncio.Task[None]"]], count: int) -> None:
     """Start moves in order, never more than `count` under way, and raise the first failure.
 
-    After a failure none is started any more; those under way end first. A cancellation leaves them to it.
+    After a failure no further move is started, and those under way end first. A cancellation leaves them
+    running.
     """
     pending: set[asyncio.Task[None]] = set()
     failure: BaseException | None = None
@@ -242,7 +243,7 @@ async def in_window(moves: Iterable[Callable[[], "asyncio.Task[None]"]], count: 
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             # Failures are raised at the end, when nothing is under way any more.
             failure = _failure(done)
-        # The next one is asked for when it can start: what it rests on may have changed in the meantime.
+        # The next move is asked for when it can start: its conditions may have changed in the meantime.
         move = next(waiting, None) if failure is None else None
         if move is None:
             break
@@ -270,7 +271,7 @@ class Pace(Protocol):
 
 
 class StepByStep:
-    """Rests whenever it is asked, for one turn of the loop: for work that nobody waits for."""
+    """Rests whenever it is asked, for one turn of the loop. It is for work that nobody waits for."""
 
     is_over = True
 
@@ -325,7 +326,7 @@ class Heard(NamedTuple):
 
 
 class Listening:
-    """Keeps what is heard until it is taken. Owned by the event loop."""
+    """Keeps calls until they are taken. Owned by the event loop."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
@@ -333,9 +334,9 @@ class Listening:
         self._lost_count = 0
 
     def hear(self, heard: Heard) -> None:
-        """Keep it, or count it as lost: then so is all that follows until the next `take`."""
-        # Once it is full everything is lost until `take`: a recording with a gap in its middle would replay
-        # wrong.
+        """Keep a call. When the memory is full, it and all later ones until `take` count as lost."""
+        # A recording with a gap in its middle would replay wrong, so that all calls after the first loss are
+        # lost.
         if len(self._heard) < self._limit:
             self._heard.append(heard)
         else:
@@ -349,7 +350,7 @@ class Listening:
 
 
 LOOKUP, READ = "lookup", "read"
-"""How it was asked."""
+"""The sort of the access."""
 WRITE = "write"
 """The kind of request that writes. Only requests have it: written tokens are counted elsewhere."""
 HIT, EMPTY, NEVER_STORED, REFUSED = "hit", "empty", "never_stored", "refused"
@@ -399,8 +400,8 @@ class Journal:
         """The recording under way, if there is one."""
 
     def did(self, call: Call, session: Session | SessionView, **facts: Fact) -> None:
-        """Something was asked of a session that is there, or done to it."""
-        # There is nearly always no listener: one comparison.
+        """Note a call on a session that is there, or an act on it."""
+        # There is nearly always no listener.
         if self.listening is not None:
             self._hear(self.listening, call, session, session.token_count, facts)
 
@@ -414,9 +415,9 @@ class Journal:
         count: int = 1,
         **facts: Fact,
     ) -> None:
-        """The session was there. `tokens` among the facts: how many of its tokens were found.
+        """Note that the session was there. `tokens` among the facts: how many of its tokens were found.
 
-        `empty`: the result where none were. `count`: of several blocks found together.
+        `empty`: the result where no token was found. `count`: of several blocks found together.
         """
         self.counts[by, HIT if facts["tokens"] else empty] += count
         if self.listening is not None:
@@ -425,24 +426,24 @@ class Journal:
     def missed(
         self, by: str, tenant: str, session_id: str, error: CacheError, call: Call | None = None
     ) -> None:
-        """It was not, or not for this caller."""
+        """Note that a session was not there, or not for this caller."""
         # Blocks are not part of recordings.
         if self.listening is not None and not session_id.startswith(BLOCKS):
             at_ns, name = self._clock.monotonic_ns(), f"sessions/{session_id}"
             self.listening.hear(
                 Heard(call or _ASKED[by], at_ns, tenant, name, 0, None, b"", {"reason": error.reason})
             )
-        # Why a read found less, from what is known: the error's reason, then what became of the session.
+        # The reason comes from the error, and then from what became of the session.
         session, event = self._find(tenant, session_id), EVENTS.get(error.reason)
         if event is not None:
             result = event.value
-            # Corruption is told once, by who ends the session before it.
+            # Whoever ends the session before the damage tells of it.
             if session is not None and event is not Event.CORRUPT:
                 self.happened(session, event, detail=f"{by}: {error.reason}")
         elif error.reason != "SESSION_NOT_FOUND":
             result = REFUSED
         elif session is not None:
-            # It is over, and not cleared away yet.
+            # The session has expired, and is not cleared away yet.
             result = Event.EXPIRED.value
         else:
             end = self.history.end_of(tenant, session_id)
@@ -452,7 +453,7 @@ class Journal:
         self._noted(by, tenant, session_id, result)
 
     def write_failed(self, session: Session, error: CacheError) -> None:
-        """Tokens of it were not stored."""
+        """Note that tokens of a session were not stored."""
         self.did(Call.APPEND, session, reason=error.reason)
         event = EVENTS.get(error.reason)
         if event is not None:
@@ -462,14 +463,14 @@ class Journal:
     def happened(
         self, session: Session, event: Event, *, detail: str = "", token_count: int = 0, **facts: Fact
     ) -> None:
-        """Something was done to a session that is there, or was until now. It lost `token_count` tokens."""
+        """Note an act on a session that is there, or was until now. It lost `token_count` tokens."""
         call = _CALLS.get(event)
         if self.listening is not None and call is not None:
-            # After its end there is nothing left of it, whatever it had.
+            # After a session's end no token of it is left.
             left = 0 if event in ENDS else session.token_count
             self._hear(self.listening, call, session, left, {"tokens": token_count, **facts})
         if session.is_block:
-            # Blocks come and go in numbers: what is remembered is for sessions, which people ask about.
+            # Blocks come and go in numbers. Histories are for sessions, which people ask about.
             return
         self.history.note(
             session.tenant,
@@ -495,7 +496,7 @@ class Journal:
         facts: Mapping[str, Fact],
     ) -> None:
         if session.layout.is_block:
-            # Recordings are of sessions.
+            # Blocks are not part of recordings.
             return
         listening.hear(
             Heard(

@@ -17,11 +17,11 @@ TOKEN_BYTES = 16
 TOKENS_DRAWN = 64
 """Tokens that are drawn together."""
 TOKEN_TTL_LIMIT_NS = LEASE_LIFETIME_NS
-"""How long what a token names lasts at most."""
+"""The longest time for which a token holds rows."""
 
 
 class Held(NamedTuple):
-    """A block under a lease, which may be of others as well."""
+    """A block, and the lease that holds it. The lease may hold other blocks as well."""
 
     lease: Lease
     segment: Segment
@@ -29,9 +29,10 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLease:
-    """The leases behind a token: of a prefix one; of blocks one for all that were at hand, and others'.
+    """The leases behind a token.
 
-    `blocks`: in the order of the keys, None for those that are not there; None of a prefix.
+    A prefix has one lease. Blocks have one for all that were in DRAM, and others. `blocks`: in the order of
+    the keys, None for blocks that are not there. None for a prefix.
     """
 
     token: bytes
@@ -40,7 +41,7 @@ class TokenLease:
     blocks: tuple[Held | None, ...] | None
     deadline_ns: int
     ttl_ns: int
-    """How long they last from when they were named."""
+    """How long the leases last from when they were named."""
 
 
 class TokenLeases:
@@ -61,27 +62,28 @@ class TokenLeases:
         return self._hold(tenant, (lease,), None, ttl_ns)
 
     def hold(self, tenant: str, blocks: Sequence[Held | None], ttl_ns: int) -> TokenLease:
-        """Name what is held of these blocks by a new token for so long. A token of nothing is forgotten."""
+        """Name held blocks by a new token for so long. A token without leases is forgotten."""
         leases = dict.fromkeys([block.lease for block in blocks if block is not None])
         return self._hold(tenant, tuple(leases), tuple(blocks), ttl_ns)
 
     def _hold(
         self, tenant: str, leases: tuple[Lease, ...], blocks: tuple[Held | None, ...] | None, ttl_ns: int
     ) -> TokenLease:
-        # Bounded like a lease: a token is no way to hold rows for ever.
+        # A token's time is bounded like a lease's: it must not hold rows for ever.
         ttl_ns = min(ttl_ns, TOKEN_TTL_LIMIT_NS)
         deadline_ns = self._state.clock.monotonic_ns() + ttl_ns
         for lease in leases:
             lease.deadline_ns = deadline_ns
         named = TokenLease(self._draw(), tenant, leases, blocks, deadline_ns, ttl_ns)
-        # A token of nothing would only fill the table.
+        # A token without leases would only fill the table.
         if leases:
             self._held[named.token] = named
         return named
 
     def _draw(self) -> bytes:
         if not self._unused:
-            # Together: each draw lets go of the interpreter, which another thread may keep for a while.
+            # Tokens are drawn many at a time: each draw gives up the interpreter, which another thread may
+            # keep for a while.
             drawn = secrets.token_bytes(TOKENS_DRAWN * TOKEN_BYTES)
             self._unused = [drawn[begin : begin + TOKEN_BYTES] for begin in range(0, len(drawn), TOKEN_BYTES)]
         return self._unused.pop()
@@ -112,22 +114,22 @@ class TokenLeases:
         return lease
 
     def is_held(self, token: bytes) -> bool:
-        """Whether what a token names has not ended."""
+        """Whether a token's leases have not ended."""
         found = self._held.get(token)
         return found is not None and self._is_held(found)
 
     def release(self, tenant: str, token: bytes) -> None:
-        """End what a token names. Raises LeaseNotFound."""
+        """End a token's leases. Raises LeaseNotFound."""
         self.let_go(self.find(tenant, token))
 
     def let_go(self, token_lease: TokenLease) -> None:
-        """End what a token names, if it has not ended."""
-        # The token first: `release` may find that a lease ended by itself.
+        """End a token's leases, if they have not ended."""
+        # The token goes first: `release` may find that a lease ended by itself.
         self._held.pop(token_lease.token, None)
         self._leases.let_go(token_lease.leases)
 
     def forget_ended(self) -> None:
-        """Forget tokens of what ended by itself."""
+        """Forget tokens whose leases have ended by themselves."""
         for found in [one for one in self._held.values() if not self._is_held(one)]:
             self.let_go(found)
 

@@ -62,11 +62,11 @@ class ReloadedSettings(Protocol):
 
     @property
     def changed(self) -> Sequence[str]:
-        """Names of those that have another value now."""
+        """Names of settings that have another value now."""
 
     @property
     def pending(self) -> Sequence[str]:
-        """Names of those that wait for a restart."""
+        """Names of settings that wait for a restart."""
 
 
 REPORT_INTERVAL_S = 0.2
@@ -77,9 +77,9 @@ ACTIVITY_LIMIT, ACTIVITY_DEFAULT = 100, 10
 class Controls:
     """The parts of the server that are not the cache's.
 
-    `cut_off` ends a local client; `hold_path` keeps an SSD path from writes, by its number.
+    `cut_off` ends a local client; `hold_path` keeps an SSD path, by its number, from writes.
 
-    `faults` None: it was not started for faults.
+    `faults` is None in a server that was not started for faults.
     """
 
     doors: Doors
@@ -146,7 +146,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """See the proto."""
         limit = validate.page_size(request.page_size)
         after = validate.page_token(request.page_token)
-        # Sorted anew at each page: a name that comes meanwhile is on its page, or was before it.
+        # Names are sorted anew at each page: a name that comes meanwhile is on its page, or was before it.
         names = sorted(name for name in self._cache.ledger.tenants() if name > after)[: limit + 1]
         return admin_pb2.ListTenantsResponse(
             tenants=[self._tenant(name) for name in names[:limit]],
@@ -175,7 +175,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         answer.name = f"sessions/{session_id}"
         session = ledger.named(tenant, session_id)
         if session is not None and session.expire_time_ns > state.clock.now_ns():
-            # Notes about a session are reckoned late: before its history is told.
+            # Notes about a session are reckoned late, so that they come before its history is told.
             ledger.lost.reckon(session)
             happened = state.journal.history.of(tenant, session_id)
             answer.is_there, answer.token_count = True, session.token_count
@@ -186,7 +186,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 answer.withheld_token_count = ledger.lost.withheld[session.uid]
                 answer.lost_paths.extend(ledger.lost.paths.values())
         else:
-            # One that is over is cleared away a moment later.
+            # An expired session is cleared away a moment later.
             end = state.journal.history.end_of(tenant, session_id) if session is None else Event.EXPIRED
             answer.reason = _EVENTS[end] if end else admin_pb2.MISS_EVENT_UNSPECIFIED
         answer.happenings.extend(_happening(event) for event in happened)
@@ -268,10 +268,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             async for data, copied in pieces:
                 yield _backup_message(data, copied)
                 sent_bytes += len(data)
-                # By bytes since the beginning: a client that was slow for a while may catch up, and no second
-                # is over the rate for long.
+                # The bytes count since the beginning: a client that was slow for a while may catch up, and no
+                # second is over the rate for long.
                 wait_ns = began_ns + (sent_bytes * 10**9 // rate if rate else 0) - clock.monotonic_ns()
-                # Also where nothing is to be waited for: others have their turn.
+                # Others have their turn also where there is nothing to wait for.
                 await asyncio.sleep(max(wait_ns, 0) / 10**9)
                 if turns:
                     await turns.take()
@@ -411,14 +411,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         context: Context,
     ) -> AsyncIterator[operations_pb2.DrainStatus]:
         """See the proto."""
-        # Doors first: what begins now would have to be waited for.
+        # The doors close first: calls that begin now would have to be waited for.
         self._controls.doors.close()
         problem, flush = "", asyncio.ensure_future(self._cache.flush_due())
         try:
             while True:
                 status = self._drained(problem)
                 yield status
-                # The end has its own patience, and flushes by itself.
+                # The server's end has its own patience, and flushes by itself.
                 if status.is_done or self._controls.doors.is_over:
                     return
                 # Two things are looked at: what clients still hold, five times a second, and the flush, when

@@ -51,11 +51,11 @@ MESSAGE_BYTES = 1 << 20
 SECOND_NS = 10**9
 DEFAULT_LEASE_NS = 60 * SECOND_NS
 ANSWERS_KEPT = 256
-"""Encoded answers that say the same of all keys: at most 3 KiB each."""
+"""Encoded answers that say the same of all keys, at most 3 KiB each."""
 SPACES_KEPT = 256
-"""Spaces that are not made anew each time: an engine has one or two."""
+"""Spaces that are kept ready: an engine has one or two."""
 _WRITERS = itertools.count(-1, -1)
-"""Numbers of streams that put blocks: none of a local client."""
+"""Numbers of streams that put blocks. No local client has one of them."""
 _STATES = {
     BlockState.MISS: session_pb2.LOOKUP_STATE_MISS,
     BlockState.HIT: session_pb2.LOOKUP_STATE_HIT,
@@ -64,7 +64,7 @@ _STATES = {
 
 
 class Space(NamedTuple):
-    """A space's fingerprint, 32 bytes, how many parts its blocks have, and whose they are."""
+    """A space's fingerprint (32 bytes), how many parts its blocks have, and the model that owns them."""
 
     fingerprint: bytes
     part_count: int
@@ -83,7 +83,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
     """See proto/ctxcache/v1/block.proto."""
 
     def __init__(self, cache: Cache, turns: Turns, admission: Admission) -> None:
-        """`turns`: in which work is done that takes long. `admission`: of subscriptions."""
+        """`turns` bound work that takes long. `admission` is that of subscriptions."""
         self._cache, self._turns, self._admission = cache, turns, admission
 
     async def LookupBlocks(
@@ -100,8 +100,8 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
         if first is None or first.WhichOneof("message") != "header":
             raise InvalidArgument(field="header", problem="the first message must be the header")
         header, pace = first.header, LoopSlice(self._turns)
-        # A number of its own below 0: writers are told apart by numbers, and local clients have those above
-        # 0.
+        # Each stream gets a number below 0: writers are told apart by numbers, and local clients have those
+        # above 0.
         asked, blocks, writer = _asked(header.blocks), self._cache.blocks, next(_WRITERS)
         is_durable = validate.is_durable(header.durability, "header.durability")
         tenant = current().tenant
@@ -122,11 +122,11 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                     raise InvalidArgument(field="message", problem="only bytes follow the header")
                 arriving.take(request.bytes)
             await blocks.commit(arriving.written(), writer=writer, pace=pace)
-        # Whatever happened, parts that were not committed are let go.
+        # Parts that were not committed are let go, whatever happened.
         finally:
             arriving.release()
         keys = [one.key for one in asked.wanted]
-        # Also blocks that were there already: the caller asked for all of them to be durable.
+        # Blocks that were there already count too: the caller asked for all of them to be durable.
         if is_durable:
             await blocks.flush(blocks.there(tenant, asked.space.fingerprint, keys))
         states = [found.state for found in blocks.look_up(tenant, asked.space.fingerprint, keys)]
@@ -167,7 +167,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
     ) -> AsyncGenerator[block_pb2.BlockNews]:
         """See the proto."""
         subscriptions, limit = self._cache.blocks.subscriptions, self._admission.limit // 2
-        # Half of the places of engines: queues must not be kept out by subscriptions.
+        # Subscriptions get half of the engines' places: they must not keep queues out.
         space, tenant = _space(request.space), current().tenant
         own_count = subscriptions.count_of(tenant)
         if self._cache.state.limits.bound(limit).is_reached(len(subscriptions), own_count):
@@ -176,19 +176,19 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
         drained = asyncio.ensure_future(self._admission.drained())
         pace = LoopSlice(self._turns)
         try:
-            # Subscribed first, then told what is there: what comes in between is told twice, and nothing is
+            # The subscription comes before the first news: changes in between are told twice, and none is
             # missed.
             for _ in subscriptions.present(news):
                 if pace.is_over:
                     await pace.rest()
             yield _told(self._cache, news)
             while True:
-                # A waiter per round: the event may have been set before it was waited for.
+                # Each round has its own waiter, for the event may have been set before it was waited for.
                 waiting = asyncio.ensure_future(news.has_news.wait())
                 try:
                     await asyncio.wait({waiting, drained}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    # Also where the caller goes, as nearly all do: it would wait for news of nobody.
+                    # The waiter is cancelled when the caller goes, too: it would wait for news of nobody.
                     waiting.cancel()
                 if drained.done():
                     raise Draining
@@ -204,7 +204,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                 if pace.is_over:
                     await pace.rest()
         finally:
-            # An end that is itself cut off has to be one all the same.
+            # The clean-up runs to its end even when it is cut off.
             for _ in steps:
                 continue
 
@@ -240,12 +240,12 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                         yield block_pb2.ReadBlocksResponse(bytes=message)
         finally:
             if not request.token:
-                # The lease of a token belongs to whoever made it.
+                # The lease behind a token belongs to whoever made it.
                 self._cache.tokens.let_go(leased)
 
 
 class _Arriving:
-    """The bytes of blocks that come by a stream, of those that there is room for."""
+    """The bytes of a stream's blocks, of those that there is room for."""
 
     def __init__(self, cache: Cache, wanted: Sequence[Wanted], rooms: Sequence[Room], writer: int) -> None:
         self._blocks, self._wanted, self._rooms, self._writer = cache.blocks, wanted, rooms, writer
@@ -259,15 +259,15 @@ class _Arriving:
             raise InvalidArgument(field="bytes.part", problem=f"{given.part} is none of the header's")
         validate.within(len(given.data), 1, CHUNK_BYTES_LIMIT, "bytes.data")
         room, place = self._rooms[number], (number, given.part)
-        # There already, or another writer has it: its bytes are passed over, and are no error.
+        # A block that is there already, or that another writer has, is no error: its bytes are passed over.
         if not room.reservation_id:
             return
         arrived_bytes = self._arrived_bytes.get(place, 0)
-        # In order within a part, so that one hasher adds them up.
+        # The bytes of a part come in order, so that one hasher sums them.
         if given.begin_bytes != arrived_bytes:
             problem = f"{given.begin_bytes} is not where the part goes on, at {arrived_bytes}"
             raise InvalidArgument(field="bytes.begin_bytes", problem=problem)
-        # Before they are placed: bytes that changed on the way never reach the arena.
+        # The bytes are verified before they are placed: bytes that changed on the way never reach the arena.
         if wire_checksum(given.data) != given.checksum:
             raise ChecksumMismatch(field="bytes.data")
         data = memoryview(given.data)
@@ -290,7 +290,7 @@ class _Arriving:
         return parts
 
     def release(self) -> None:
-        """Give back what was not committed."""
+        """Give back the room that was not committed."""
         for room in self._rooms:
             if room.reservation_id:
                 self._blocks.withdraw(room.reservation_id, self._writer, is_abandoned=False)
@@ -318,7 +318,7 @@ async def look_up(
 def look_up_at_once(
     cache: Cache, request: block_pb2.LookupBlocksRequest, tenant: str, client: int
 ) -> block_pb2.LookupBlocksResponse | None:
-    """As `look_up`. None, and nothing is done, for more keys than take a moment. Raises InvalidArgument."""
+    """As `look_up`, without waiting. None, and nothing is done, for many keys. Raises InvalidArgument."""
     if len(request.keys) > (KEYS_HELD_AT_ONCE if request.HasField("hold") else KEYS_PER_LOOK):
         return None
     look = _LookUp(cache, request, tenant, client)
@@ -340,18 +340,18 @@ class _LookUp:
         self._held: list[Held | None] = []
 
     def add(self, keys: list[bytes]) -> None:
-        """Say what is there of these keys, which follow those before, and hold it where that is asked for."""
+        """Add the answer for the next keys, and hold their blocks where that is asked for."""
         blocks = self._cache.blocks
         _tell(blocks.look_up(self._tenant, self._space, keys), self._response)
         if self._ttl_ns:
             self._held += blocks.hold_at_hand(self._tenant, self._space, keys, self._client)
 
     def let_go(self) -> None:
-        """End what is held."""
+        """End the leases."""
         self._cache.leases.let_go(one.lease for one in self._held if one)
 
     def answer(self) -> block_pb2.LookupBlocksResponse:
-        """The answer to all keys; what is held has a token from here on."""
+        """The answer to all keys. A token names the held blocks from here on."""
         if any(self._held):
             named = self._cache.tokens.hold(self._tenant, self._held, self._ttl_ns)
             self._response.token = named.token
@@ -360,7 +360,7 @@ class _LookUp:
 
 
 def _tell(blocks: Sequence[FoundBlock], response: block_pb2.LookupBlocksResponse) -> None:
-    """Put what was found behind what the answer says already."""
+    """Append the answers of these blocks."""
     # Sizes are added up once for each layout, not for each key.
     sums = {sizes: sum(sizes) for sizes in {block.part_bytes for block in blocks}}
     response.states.extend([_STATES[block.state] for block in blocks])
@@ -499,7 +499,7 @@ def _location(block: Held | None) -> block_pb2.BlockLocation:
 
 
 def _told(cache: Cache, news: BlockNews) -> block_pb2.BlockNews:
-    """Some of what is to be told, as it is now."""
+    """The next part of a subscriber's news, as the blocks are now."""
     keys = news.take(KEYS_PER_LOOK)
     blocks = cache.blocks.look_up(news.tenant, news.space, keys)
     is_hit = [block.state is BlockState.HIT for block in blocks]
@@ -531,7 +531,7 @@ def _state(block: Session) -> BlockState:
 
 def _space(given: block_pb2.BlockSpace) -> Space:
     """Raises InvalidArgument."""
-    # By its bytes: an engine sends the same space with each request.
+    # Spaces are remembered by their bytes: an engine sends the same space with each request.
     return _space_of(given.SerializeToString())
 
 
@@ -552,7 +552,7 @@ def _space_of(encoded: bytes) -> Space:
 def _keys(keys: Sequence[bytes]) -> list[bytes]:
     validate.within(len(keys), 1, KEYS_LIMIT, "keys")
     checked = list(keys)
-    # One look at all lengths; which of them is wrong is found out afterwards.
+    # All lengths are compared at once. The wrong one is found afterwards.
     if {*map(len, checked)} != {KEY_BYTES}:
         for i, key in enumerate(checked):
             check_key(key, f"keys[{i}]")
@@ -565,7 +565,7 @@ def _hold_ns(request: block_pb2.LookupBlocksRequest) -> int:
 
 
 def lease_ttl_ns(given: Duration, field: str) -> int:
-    """How long what a token names lasts. Raises InvalidArgument."""
+    """For how long a token's leases last. Raises InvalidArgument."""
     ttl_ns = given.seconds * SECOND_NS + given.nanos
     if not 0 < ttl_ns <= TOKEN_TTL_LIMIT_NS:
         problem = f"{ttl_ns} ns are not above 0 and at most {TOKEN_TTL_LIMIT_NS} ns"

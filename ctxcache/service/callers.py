@@ -70,11 +70,11 @@ FOR_OTHERS = frozenset(
 Nothing that shows rows, and nothing that begins a tenant.
 """
 MET_LIMIT = 4096
-"""Subjects kept in mind; with one more all are looked up again."""
+"""Callers kept by their subjects. With one more all are looked up again."""
 WATCH_INTERVAL_S = 1.0
 """How often the token file is looked at unasked."""
 REFUSALS_INTERVAL_S = 1.0
-"""Between two lines of the audit log about callers that were refused."""
+"""Time between two lines of the audit log about callers that were refused."""
 SPIFFE = b"spiffe://"
 EVERYTHING = ArenaGrant(DEFAULT_TENANT, Role.OPERATOR, has_shared_memory=True, writes_in_place=True)
 """The grant of every caller where callers are not told apart, and always of the server's own user."""
@@ -87,39 +87,39 @@ audit_log = logging.getLogger("ctxcache.audit")
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """Somebody who was let in. `subject`: as whom, for logs and refusals."""
+    """A caller that was let in. `subject`: the name by which logs and refusals call it."""
 
     subject: str
     grant: ArenaGrant
     acts_for: bool = False
     """An operator that names a tenant other than its own; each call is audited."""
     is_revoked: bool = False
-    """Its credential holds no longer, whatever connection it was given on."""
+    """The credential was revoked, whatever connection it was given on."""
 
     @property
     def tenant(self) -> str:
-        """The tenant whose sessions it sees."""
+        """The tenant whose sessions the caller sees."""
         return self.grant.tenant
 
     @property
     def is_certified(self) -> bool:
-        """Whether a certificate says who it is."""
+        """Whether a certificate says who the caller is."""
         return self.subject.startswith(CERTIFIED)
 
     def check(self) -> None:
-        """Raise Unauthenticated when its credential was revoked since it came."""
-        # Raised at use, not by closing connections: whoever holds one finds it out at its next step.
+        """Raise Unauthenticated when the credential was revoked after the caller came."""
+        # The error is raised at use: the holder of a connection finds out at its next step.
         if self.is_revoked:
             raise Unauthenticated(f"{self.subject} was revoked")
 
     def check_operator(self, what: str) -> None:
-        """Raise PermissionDenied unless it may do what concerns others too."""
+        """Raise PermissionDenied unless the caller may do what concerns others too."""
         if self.grant.role is not Role.OPERATOR:
             raise PermissionDenied(subject=self.subject, problem=f"{what} needs the role operator")
 
     def acting_for(self, tenant: str) -> "Caller":
-        """Itself with another tenant's sessions. Raises PermissionDenied, InvalidArgument."""
-        # No rights change by naming oneself.
+        """The caller with another tenant's sessions. Raises PermissionDenied, InvalidArgument."""
+        # A caller that names its own tenant keeps its rights.
         if tenant == self.tenant:
             return self
         self.check_operator(f"acting for tenant {tenant!r}")
@@ -128,7 +128,7 @@ class Caller:
         return Caller(self.subject, replace(self.grant, tenant=tenant), acts_for=True)
 
     def check_shared_memory(self) -> None:
-        """Raise PermissionDenied unless it may see all of the arena."""
+        """Raise PermissionDenied unless the caller may see all of the arena."""
         if not self.grant.has_shared_memory:
             problem = "has no shared memory here: read and append by stream"
             raise PermissionDenied(subject=self.subject, problem=problem)
@@ -145,7 +145,7 @@ def current() -> Caller:
 
 
 def let_in_anybody(_: Context) -> Caller:
-    """Make ANYBODY the caller of this task: of rpcs that are open to all."""
+    """Make ANYBODY the caller of this task, for rpcs that are open to all."""
     _CALLER.set(ANYBODY)
     return ANYBODY
 
@@ -161,8 +161,8 @@ class TokenFile:
         self._path = path
         self._seen = stamp(path)
         self._tokens = read_tokens(path)
-        # Callers are objects that connections keep: a change of rights makes a new one, and revokes the old.
-        # In a thread: a file on a slow mount must not hold up the loop.
+        # Connections keep these objects: a change of rights makes a new one, and revokes the old.
+        # The file is read in a thread: a slow mount must not hold up the loop.
         self._callers = {digest: _caller(token) for digest, token in self._tokens.by_digest.items()}
 
     def caller(self, secret: str) -> Caller:
@@ -179,10 +179,11 @@ class TokenFile:
         """
         try:
             tokens = await asyncio.to_thread(self._read_changed, is_forced)
-        # A file that is half written is refused, and the tokens of before go on.
+        # A half-written file is refused, and the earlier tokens go on.
         except InvalidConfiguration as error:
             if is_shortage(error):
-                # Read at the next look, or a token that was revoked would go on until the file changes again.
+                # The file is read again at the next look: a revoked token would else go on until the file
+                # changes again.
                 self._seen = ()
             log.error("tokens_refused error=%s", error)  # noqa: TRY400  the sentence says all
             return
@@ -194,7 +195,7 @@ class TokenFile:
         stamped = stamp(self._path)
         if stamped == self._seen and not is_forced:
             return None
-        # Before the read: a file that changes meanwhile is looked at once more.
+        # The stamp is noted before the read: a file that changes meanwhile is looked at once more.
         self._seen = stamped
         return read_tokens(self._path)
 
@@ -202,10 +203,10 @@ class TokenFile:
         before = self._callers
         self._tokens, self._callers = tokens, {}
         for digest, token in tokens.by_digest.items():
-            # Taken out of `before`: what is left there at the end has gone from the file.
+            # The tokens left in `before` at the end have gone from the file.
             known = before.pop(digest, None)
             if known is not None and (known.grant != token.grant or known.subject != _subject(token)):
-                # Other rights are another caller: connections that hold the old one must come again.
+                # Other rights make another caller: connections that hold the old one must come again.
                 known.is_revoked, known = True, None
             self._callers[digest] = known or _caller(token)
         for caller in before.values():
@@ -254,12 +255,11 @@ class Identification:
         The request is not read. Raises Unauthenticated, PermissionDenied, InvalidArgument.
         """
         try:
-            # Asked of each rpc anew, which takes microseconds: an address may be another's by now.
+            # Each rpc is asked anew, which takes microseconds: an address may be another process's by now.
             caller = ANYBODY if self.is_open else self._of_rpc(context)
             if method.startswith(OPERATORS_ONLY):
                 caller.check_operator(method.rpartition("/")[2])
-            # Only named calls: the header of any other call means nothing, so that rows are never shown
-            # across tenants.
+            # The header counts for named calls only, so that rows are never shown across tenants.
             if method in FOR_OTHERS:
                 for key, value in context.invocation_metadata() or ():
                     if key == TENANT_HEADER:
@@ -275,10 +275,10 @@ class Identification:
 
     def of_process(self, uid: int, token: str) -> Caller:
         """Find the caller of the control socket, on the kernel's word. Raises as `let_in`."""
-        # Nothing is configured: the same user and root are everybody.
+        # Without rules, the server's own user and root may do everything.
         if self.is_open and uid in (0, os.geteuid()):
             return ANYBODY
-        # Also with a token: a stolen token is of no use to another user.
+        # The user counts beside a token, too: a stolen token is of no use to another user.
         own = self._of_uid(uid)
         return self._tokens.caller(token) if self._tokens is not None and token else own
 
@@ -287,7 +287,7 @@ class Identification:
         if not caller.is_certified:
             return
         found = find(self._rules, _names(properties))
-        # The very rule: another rule of the same tenant may give other rights.
+        # The same rule must match: another rule of the same tenant may give other rights.
         if found != (caller.subject, caller.grant):
             raise Unauthenticated(f"the ticket was given to {caller.subject}, who does not show it")
 
@@ -300,7 +300,7 @@ class Identification:
                 # would go unnoticed.
                 return self._tokens.caller(_bearer(given))
         if context.peer().startswith("unix:"):
-            # The socket's mode lets in no other user, root apart; gRPC does not say who it is.
+            # The socket's mode lets in this user and root alone; gRPC does not say which one it is.
             return self._of_uid(os.geteuid())
         return self._of_subjects(_names(context.auth_context()))
 
@@ -321,7 +321,7 @@ class Identification:
             raise Unauthenticated(
                 "neither a token nor a certificate was given, and this server asks who calls"
             )
-        # The same certificate comes with each call: rules are matched once.
+        # The same certificate comes with each call: its rules are matched once.
         known = self._met.get(subjects)
         if known is not None:
             return known
@@ -329,7 +329,7 @@ class Identification:
         if match is None:
             problem = "is no tenant's here: a rule of `identities` has to name it"
             raise PermissionDenied(subject=" ".join(subjects)[:128], problem=problem)
-        # Forgetting all is cheap: each is found again by its rules.
+        # All are forgotten at once, which is cheap: the rules find each of them again.
         if len(self._met) >= MET_LIMIT:
             self._met.clear()
         known = self._met[subjects] = Caller(*match)
@@ -344,9 +344,9 @@ class _Refusals:
         self._unwritten_count = 0
 
     def note(self, error: CacheError, *, peer: str, method: str) -> None:
-        """Somebody at `peer` was refused."""
+        """Note that a caller at `peer` was refused."""
         now_s = time.monotonic()
-        # One line for a flood, with its number.
+        # A flood of refusals makes one line, with their number.
         if now_s < self._not_before_s:
             self._unwritten_count += 1
             return

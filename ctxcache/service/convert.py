@@ -1,8 +1,8 @@
 """Between the wire's messages and the cache's facts: models, sessions, locations, engines' queues and hints.
 
 Answers of many entries are encoded an entry at a time, so that none takes the event loop for long, or grows
-too large: to encode 3 MiB of small messages at once takes a dozen milliseconds; put together they cost a
-copy. Worst case: one entry that is larger than an answer may be goes alone.
+too large. To encode 3 MiB of small messages at once takes a dozen milliseconds; to join them costs a copy.
+Worst case: a single entry larger than an answer may be goes alone.
 """
 
 import io
@@ -50,7 +50,8 @@ CANONICAL_BYTES = 4096
 COUNT_LIMIT = 2**31 - 1
 SEGMENT_BYTES_LIMIT = 1 << 34
 CONSTANTS_LIMIT, KEPT_ANSWER_BYTES = 4096, 1024
-"""Sessions whose unchanging facts are kept ready, a few KiB each, and whose answers, of so many bytes."""
+"""Sessions whose constant facts (a few KiB each) are kept ready, and as many whole answers of so many bytes.
+"""
 LAYOUTS_LIMIT = 64
 """Layouts whose messages are kept ready: some ten KiB each at most."""
 IN_SLOT_LIMIT = 1 << 16
@@ -105,7 +106,7 @@ def stream_range(item: StreamRange) -> model_pb2.StreamRange:
 
 
 def fill_error(message: arena_pb2.OperationError, error: CacheError) -> None:
-    """Put an error into the message that carries one operation's."""
+    """Put an error into the message of one operation's error."""
     message.code, message.reason, message.message = code_of(error).value[0], error.reason, message_of(error)
     message.metadata.update(wire_facts(error))
 
@@ -164,7 +165,7 @@ def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> Generator[None, None
         row_bytes = validate.within(spec.row_bytes, 1, ROW_BYTES_LIMIT, f"{field}.row_bytes")
         dtype = validate.dtype(spec.dtype, f"{field}.dtype")
         count += named.layer_end - named.layer_begin
-        # Token ids may be among those that are named, and do not count; which one is named is known further
+        # Token ids may be among the named streams, and do not count. Which stream they are is known further
         # down.
         if count > limit + 1:
             raise InvalidArgument(field="model.streams", problem=f"more than {limit} streams")
@@ -182,7 +183,7 @@ def _stream_specs(specs: Sequence[model_pb2.StreamSpec]) -> Generator[None, None
 
 
 def _in_storage_order(specs: Iterable[StreamSpec]) -> Generator[None, None, list[StreamSpec]]:
-    """By layer and kind. Sorted a layer at a time: to compare thousands in one go takes milliseconds."""
+    """Sort by layer and kind, a layer at a time: to compare thousands in one go takes milliseconds."""
     by_layer: dict[int, list[StreamSpec]] = {}
     for i, spec in enumerate(specs):
         if i % SPECS_PER_PAUSE == SPECS_PER_PAUSE - 1:
@@ -198,9 +199,9 @@ def _in_storage_order(specs: Iterable[StreamSpec]) -> Generator[None, None, list
 
 
 def encoded_model(record: Registered) -> Generator[None, None, bytes]:
-    """Say what a registered model is, but for its probe; pauses now and then.
+    """The message of a registered model without its probe; pauses now and then.
 
-    Encoded some streams at a time: such messages one after the other are the message that has them all.
+    Some streams are encoded at a time: encoded messages in a row are the message that has them all.
     """
     spec = record.spec
     facts = model_pb2.Model(
@@ -266,7 +267,7 @@ def session_message(view: SessionView, clock: Clock) -> session_pb2.Session:
 
 
 _CONSTANTS: dict[bytes, session_pb2.Session] = {}
-"""By uid, what of a session's message never changes. Copying it is cheaper than making it."""
+"""What of a session's message never changes, by uid. Copying it is cheaper than making it."""
 
 
 @lru_cache(LAYOUTS_LIMIT)
@@ -276,7 +277,7 @@ def _layout(ranges: tuple[StreamRange, ...]) -> session_pb2.Session:
 
 
 _ANSWERS: dict[bytes, tuple[SessionView, int, bytes]] = {}
-"""By uid, the last whole answer about a session, and the facts that it tells."""
+"""The last whole answer about a session, and the facts that it tells, by uid."""
 
 
 def whole_session(view: SessionView, clock: Clock) -> bytes:
@@ -292,7 +293,6 @@ def whole_session(view: SessionView, clock: Clock) -> bytes:
         message.contents.add(begin=content.begin, end=content.end, digest=content.digest)
     encoded = message.SerializeToString()
     if len(encoded) <= KEPT_ANSWER_BYTES:
-        # All at once, as what never changes.
         if len(_ANSWERS) >= CONSTANTS_LIMIT:
             _ANSWERS.clear()
         _ANSWERS[view.uid] = view, ahead_ns, encoded
@@ -307,7 +307,7 @@ def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) 
 def _fill(message: session_pb2.Session, view: SessionView, ahead_ns: int) -> None:
     constants = _CONSTANTS.get(view.uid)
     if constants is None:
-        # All at once: sessions that are asked for come back within their next calls.
+        # All entries go at once: sessions that are asked for come back within their next calls.
         if len(_CONSTANTS) >= CONSTANTS_LIMIT:
             _CONSTANTS.clear()
         constants = _CONSTANTS[view.uid] = session_pb2.Session()
@@ -326,7 +326,7 @@ def _fill(message: session_pb2.Session, view: SessionView, ahead_ns: int) -> Non
         (message.access_time, view.access_time_ns),
         (message.expire_time, view.expire_time_ns),
     ):
-        # Set, so that the epoch is a time too.
+        # The field is set, so that the epoch is a time too.
         told.SetInParent()
         told.seconds, told.nanos = divmod(time_ns + ahead_ns, SECOND_NS)
     if view.ttl_ns is not None:
@@ -344,12 +344,12 @@ def wall_time_ns(clock: Clock, deadline_ns: int) -> int:
 def fill_lease(
     message: arena_pb2.Lease, lease: Lease, clock: Clock, *, is_brief: bool, limit_bytes: int
 ) -> None:
-    """Say what a lease is, and for a brief one where everything of it lies; `fill_segments` does for another.
+    """Fill in a lease, and for a brief one the places of everything; `fill_segments` does so for others.
 
     Raises CapacityExceeded where all of it would take more than `limit_bytes`, reckoned from above.
     """
     in_slot = _in_slot(lease.view.layout)
-    # Reckoned from above: encoding it to find out would take what the bound is for.
+    # The size is reckoned from above: encoding the answer to measure it would take what the bound is for.
     piece_bytes = RUN_BYTES if is_brief else SEGMENT_BYTES + 8 * len(lease.view.layout.specs)
     size_bytes = in_slot.ByteSize() + piece_bytes * len(lease.pieces)
     if size_bytes > limit_bytes:
@@ -374,7 +374,7 @@ def too_large(size_bytes: int, limit_bytes: int) -> CapacityExceeded:
 
 
 def fill_segments(message: arena_pb2.Lease, lease: Lease, begin: int, end: int) -> None:
-    """Say where pieces `[begin, end)` of a lease lie and how they are verified; those before were told."""
+    """Fill in where pieces `[begin, end)` of a lease lie, and their checksums."""
     # A segment may be in two pieces, which are told as one location with two runs.
     last = lease.pieces[begin - 1].segment if begin else None
     location = message.segments[-1] if begin else None
@@ -383,7 +383,8 @@ def fill_segments(message: arena_pb2.Lease, lease: Lease, begin: int, end: int) 
         if segment is not last or location is None:
             location = message.segments.add()
             on_ssd = lease.on_ssd.get(segment.segment_id)
-            # In memory: the writers' sums. On SSD: the header's, by which the client verifies it itself.
+            # Segments in memory have the writers' sums. Those on SSD have the header's, which the client
+            # verifies.
             if on_ssd is None:
                 sums = segment.settled
                 _fill_identity(location, segment, _offset_bytes(segment), sums.row_end)
@@ -392,7 +393,7 @@ def fill_segments(message: arena_pb2.Lease, lease: Lease, begin: int, end: int) 
                 _fill_identity(location, segment, on_ssd.offset_bytes, segment.durable_row_count)
                 location.path_index, location.header_checksum = on_ssd.path_index, segment.header_checksum
             last = segment
-        # Field by field: named arguments take twice as long.
+        # Fields are set one by one: named arguments take twice as long.
         rows = location.rows.add()
         rows.row_begin, rows.row_end, rows.token_begin = piece.row_begin, piece.row_end, piece.token_begin
 
@@ -400,7 +401,7 @@ def fill_segments(message: arena_pb2.Lease, lease: Lease, begin: int, end: int) 
 def fill_reservation(
     message: arena_pb2.Reservation, reservation: Reservation, clock: Clock, *, is_brief: bool
 ) -> None:
-    """Say where everything of a reservation is to be written."""
+    """Fill in where everything of a reservation is to be written."""
     message.layout.MergeFrom(_in_slot(reservation.session.layout).layout)
     message.session_uid = reservation.session.uid.hex()
     message.reservation_id = reservation.reservation_id
@@ -419,7 +420,7 @@ def _fill_runs(message: arena_pb2.Runs, pieces: Sequence[Piece | Run]) -> None:
     message.offset_bytes.extend([_offset_bytes(piece.segment) for piece in pieces])
     message.row_begin.extend([piece.row_begin for piece in pieces])
     message.row_end.extend([piece.row_end for piece in pieces])
-    # Left out where every segment has 64 rows: short answers stay short.
+    # Capacities are left out where every segment has 64 rows: short answers stay short.
     capacities = [piece.segment.layout.segment_tokens for piece in pieces]
     if capacities and max(capacities) > SEGMENT_TOKENS:
         message.row_capacity.extend(capacities)
@@ -445,10 +446,11 @@ _IN_SLOT: dict[int, tuple[SegmentLayout, arena_pb2.Lease]] = {}
 
 
 def _in_slot(layout: SegmentLayout) -> arena_pb2.Lease:
-    """A lease that says no more than where the chunks of a slot are."""
+    """A lease message that has only the places of the chunks in a slot."""
     described = _IN_SLOT.get(id(layout))
     if described is None:
-        # Bounded by streams and not by layouts: a layout may have thousands.
+        # The number of streams bounds the entries, not that of layouts: a layout may have thousands of
+        # streams.
         if sum(len(kept.specs) for kept, _ in _IN_SLOT.values()) + len(layout.specs) > IN_SLOT_LIMIT:
             _IN_SLOT.clear()
         chunks = (
@@ -481,7 +483,7 @@ def entry(field: int, encoded: bytes) -> bytes:
 
 
 class EncodedAnswer:
-    """One answer in the making."""
+    """An answer that is being made."""
 
     def __init__(self) -> None:
         self._encoded = io.BytesIO()
@@ -493,7 +495,7 @@ class EncodedAnswer:
         return self._encoded.tell()
 
     def add(self, part: Message) -> None:
-        """More of it: an answer that has one entry, or nothing but what is said once."""
+        """Append a message that has one entry, or the fields that are said once."""
         self.add_encoded(part.SerializeToString())
 
     def add_encoded(self, part: bytes) -> None:
@@ -503,7 +505,7 @@ class EncodedAnswer:
 
     def encoded(self) -> bytes:
         """The whole answer: encoded messages one after the other are the message with all their entries."""
-        # Not joined at the end: a megabyte takes half a millisecond.
+        # The parts are not joined at the end: a megabyte takes half a millisecond.
         return self._encoded.getvalue()
 
 
@@ -519,13 +521,13 @@ class Page(EncodedAnswer):
         """The token for what follows; empty while everything was taken."""
 
     def takes(self, listed_id: str, part: Message) -> bool:
-        """Add an answer that has one entry; False, and the page is over, where it belongs to the next one."""
+        """Add an answer of one entry. False, and the page is over, where it belongs to the next page."""
         return self.takes_encoded(listed_id, part.SerializeToString())
 
     def takes_encoded(self, listed_id: str, encoded: bytes) -> bool:
         """As `takes`, already encoded."""
         is_full = self._part_count == self.limit or self.size_bytes + len(encoded) > PAGE_LIMIT_BYTES
-        # One entry at least: a page that takes nothing would never end.
+        # A page has one entry at least: else a listing would never end.
         if self._part_count and is_full:
             self.next_page_token = f"after:{self._last_id}"
             return False
@@ -573,7 +575,7 @@ class Deltas:
     put: dict[str, tuple[str, Job]]
     gone: dict[str, bool]
     is_whole: bool = False
-    """Whether what is put is all there is."""
+    """Whether the jobs that are put are the whole queue."""
 
 
 def hello(message: hints_pb2.ScheduleHello) -> Hello:
@@ -749,7 +751,7 @@ def hint_result(action_id: str, answer: HintAnswer, *, wall_offset_ns: int) -> h
 def fill_event(
     message: hints_pb2.SessionEvent, name: str, changes: Change, readiness: Readiness | None
 ) -> None:
-    """Say what happened to a session; no readiness for one that is gone."""
+    """Fill in what happened to a session. A session that is gone has no readiness."""
     message.session = name
     message.changes.extend([_CHANGES[change] for change in changes])
     message.readiness.SetInParent()

@@ -57,15 +57,15 @@ OPERATIONS_LIMIT = 1024
 RESERVE_LIMIT = 1 << 20
 COMMITS_LIMIT = 1 << 16
 LOOK_INTERVAL_S = 0.5
-"""How often one looks, in a drain, whether what a silent client holds has ended by itself."""
+"""How often a drain looks whether a silent client's holds have ended by themselves."""
 PIECES_PER_PAUSE = 16
-"""Pieces of a lease that an answer tells of before others may have their turn."""
+"""Pieces of a lease in one part of an answer, after which others may have their turn."""
 SUMS_AT_ONCE = 1024
 """Checksums in the answer to a lease that is made at once: a quarter of a millisecond. Others have their turn
 while a longer answer is made.
 """
 LEAST_PRUNED = 64
-"""With fewer leases and reservations, what ended by itself is not looked for."""
+"""With fewer leases and reservations, ended ones are not looked for."""
 _AT_ONCE = frozenset(
     {
         "acquire_lease",
@@ -90,9 +90,9 @@ _BY_KEYS = frozenset(
         "delete_blocks",
     }
 )
-"""Operations on what is found by keys."""
+"""Operations on sessions and blocks that are found by keys."""
 _OPTIONAL = frozenset({"range", "if_generation_match"})
-"""Fields of AcquireLease that are there or not."""
+"""Optional fields of AcquireLease."""
 _CLIENTS = itertools.count(1)
 
 
@@ -110,10 +110,10 @@ class LocalClient:
         answer_limit_bytes: int,
         batch_limit_bytes: int,
     ) -> None:
-        """`turns`: in which batches are done that take long. `admission`: says when no more is to be held.
+        """`turns` bound batches that take long. `admission` says when nothing more may be held.
 
-        `may_write`: it may reserve room, in which others' bytes still lie. Locations of a lease beyond
-        `answer_limit_bytes` are refused, and so is what follows in a batch whose results have more than
+        `may_write`: the client may reserve room, in which others' bytes still lie. Locations of a lease
+        beyond `answer_limit_bytes` are refused. So are the operations of a batch behind results of more than
         `batch_limit_bytes`.
         """
         self._may_write = may_write
@@ -122,7 +122,7 @@ class LocalClient:
         self._turns = turns
         self._tenant = tenant
         self._admission = admission
-        # One number in the whole process: budgets, the journal and operators name clients by it.
+        # The number is unique in the process: budgets, the journal and operators name clients by it.
         self.client = next(_CLIENTS)
         self._leases: set[int] = set()
         self._reservations: set[int] = set()
@@ -135,11 +135,11 @@ class LocalClient:
     def answer_at_once(self, message: bytes) -> bytes | arena_pb2.AccessRequest:
         """Answer an encoded request of one operation that needs not wait.
 
-        The request, and nothing is done, where it may have to: that is for `carry_out`, whose answers and
-        errors are the same. Raises InvalidArgument.
+        Returns the request, with nothing done, where it may have to wait. `carry_out` then has the same
+        answers and errors. Raises InvalidArgument.
         """
         request = parsed(arena_pb2.AccessRequest.FromString, message)
-        # A span needs a context of its own, which is a task's.
+        # A span needs a context of its own, which only a task has.
         if len(request.operations) != 1 or self._cache.state.spans.is_on:
             return request
         operation = request.operations[0]
@@ -154,7 +154,7 @@ class LocalClient:
             is_done = self._do_at_once(kind, operation, result)
         except CacheError as error:
             is_done, end = True, _refuse(result, error)
-        # Nothing was done: the long way begins from the start.
+        # Nothing was done: `carry_out` begins from the start.
         if not is_done:
             return request
         self._cache.state.seen.operations[kind, end] += 1
@@ -181,12 +181,13 @@ class LocalClient:
 
     async def _carry_out(self, request: arena_pb2.AccessRequest) -> bytes:
         response = arena_pb2.AccessResponse(request_id=request.request_id)
-        # One operation is not encoded twice.
+        # The answer to one operation is not encoded twice.
         if len(request.operations) == 1:
             await self._do(request.operations[0], response.results.add())
             return response.SerializeToString()
         validate.within(len(request.operations), 1, OPERATIONS_LIMIT, "operations")
-        # A batch is cut at operations, and its answer at bytes: a client asks again for what was left out.
+        # A batch pauses between operations, and its answer ends at a number of bytes: a client asks again for
+        # the rest.
         part, answer = LoopSlice(self._turns), EncodedAnswer()
         answer.add(response)
         for operation in request.operations:
@@ -204,7 +205,7 @@ class LocalClient:
         *,
         before_bytes: int = 0,
     ) -> None:
-        """Do an operation, and say what came of it; `before_bytes` of the answer are made already."""
+        """Do an operation, and write its result. `before_bytes` of the answer are made already."""
         kind, end = operation.WhichOneof("operation"), OK
         try:
             # Operations behind too large an answer are refused one by one, each with its result.
@@ -235,7 +236,7 @@ class LocalClient:
         self._cache.state.seen.operations[kind or "none", end] += 1
 
     async def _do_prefix(self, operation: arena_pb2.Operation, result: arena_pb2.OperationResult) -> None:
-        # In a drain nothing begins; what is held goes on.
+        # Nothing begins in a drain, and what is held goes on.
         if self._admission.is_draining:
             raise Draining
         cache, tenant, pace = self._cache, self._tenant, LoopSlice(self._turns)
@@ -257,7 +258,7 @@ class LocalClient:
                 try:
                     committed = await blocks.commit(cache, commit, self.client, pace)
                 finally:
-                    # Whatever came of it: puts that ended are not owned any more.
+                    # Puts that ended are not owned any more, whatever the operation's result.
                     self._puts = {i for i in self._puts if cache.blocks.is_open(i)}
                 result.committed_blocks.CopyFrom(committed)
                 return
@@ -273,12 +274,12 @@ class LocalClient:
             case "lease_blocks":
                 asked = operation.lease_blocks
                 leased = await blocks.lease(cache, asked, tenant, self.client, pace)
-                # A token that another connection may use does not end with this one.
+                # A token that other connections may use does not end with this one.
                 if any(leased.leases) and not asked.token and not asked.outlives_connection:
                     self._own_token(leased.token)
                 result.leased_blocks.CopyFrom(blocks.lease_message(cache, leased))
             case "reserve_blocks":
-                # Blocks are put through shared memory: who may not write has no use of room.
+                # Blocks are put through shared memory: a client that may not write has no use of room.
                 if not self._may_write:
                     raise self._read_only()
                 room = await blocks.reserve(cache, operation.reserve_blocks, tenant, self.client, pace)
@@ -288,7 +289,7 @@ class LocalClient:
     async def _look_up(
         self, request: block_pb2.LookupBlocksRequest, result: arena_pb2.OperationResult
     ) -> None:
-        # Looks go on in a drain; what is to be held does not begin.
+        # Look-ups go on in a drain, and no hold begins.
         if self._admission.is_draining and request.HasField("hold"):
             raise Draining
         pace = LoopSlice(self._turns)
@@ -310,13 +311,13 @@ class LocalClient:
         return True
 
     def check_empty(self) -> None:
-        """Raise Draining unless something is still held."""
+        """Raise Draining unless the client still holds something."""
         self._prune()
         if not (self._leases or self._reservations or self._puts or self._tokens):
             raise Draining
 
     def end(self, *, is_abandoned: bool) -> None:
-        """End everything that is still held.
+        """End everything that the client still holds.
 
         `is_abandoned`: nobody can say that the client has stopped writing.
         """
@@ -327,7 +328,7 @@ class LocalClient:
         for reservation_id in self._reservations:
             with suppress(ReservationNotFound):
                 reservation = self._cache.appends.get(reservation_id)
-                # Abandoned: the process may be alive and still write.
+                # The process of an abandoned client may be alive and still write.
                 self._cache.appends.release(reservation, is_abandoned=is_abandoned)
         for reservation_id in self._puts:
             self._cache.blocks.withdraw(reservation_id, self.client, is_abandoned=is_abandoned)
@@ -376,8 +377,8 @@ class LocalClient:
         return True
 
     def _prune_if_many(self) -> None:
-        """Forget what ended by itself, once twice as much is owned as after the last time."""
-        # Amortised: each look costs as much as was owned, and comes after as much has been added.
+        """Forget holds that have ended, once twice as many are owned as after the last time."""
+        # The cost is amortised: each look costs as much as was owned, and comes after as much has been added.
         if len(self._leases) + len(self._reservations) + len(self._tokens) >= self._prune_count:
             self._prune()
             held_count = len(self._leases) + len(self._reservations) + len(self._tokens)
@@ -408,7 +409,7 @@ class LocalClient:
 
     def _acquire_at_once(self, request: arena_pb2.AcquireLease, message: arena_pb2.Lease) -> bool:
         """Lease rows that are in DRAM. False where they are not, and where the answer takes long to make."""
-        # Those may have to wait, or take long.
+        # These requests may have to wait, or take long.
         if request.token or request.leave_on_ssd:
             return False
         # Thousands of sums in one turn would hold up everybody: such an answer is made in a task.
@@ -447,14 +448,14 @@ class LocalClient:
             request.range.end if has_range else None,
             self.client,
             leaves_on_ssd=request.leave_on_ssd,
-            # A brief answer says nothing of sums, so that none has to be made.
+            # A brief answer has no sums, so that none has to be made.
             is_summed=not request.is_brief,
         )
 
     def _grant(self, request: arena_pb2.AcquireLease, lease: Lease, message: arena_pb2.Lease) -> None:
-        """Own a lease and answer with it.
+        """Own a lease and fill in its answer.
 
-        Raises CapacityExceeded, and ends it, where its locations are too many.
+        Raises CapacityExceeded, and ends the lease, where its locations are too many.
         """
         self._leases.add(lease.lease_id)
         self._prune_if_many()
@@ -467,7 +468,7 @@ class LocalClient:
                 limit_bytes=self._answer_limit_bytes,
             )
         except CapacityExceeded:
-            # It cannot be told where the rows are, so that holding them is of no use.
+            # The client cannot be told where the rows are, so that holding them is of no use.
             self._release_lease(lease.lease_id)
             raise
 
@@ -505,7 +506,7 @@ class LocalClient:
     def _fill_reserved(
         self, request: arena_pb2.Reserve, reservation: Reservation, message: arena_pb2.Reservation
     ) -> None:
-        """Own a reservation and answer with it."""
+        """Own a reservation and fill in its answer."""
         self._reservations.add(reservation.reservation_id)
         self._prune_if_many()
         convert.fill_reservation(message, reservation, self._cache.state.clock, is_brief=request.is_brief)
@@ -532,13 +533,13 @@ class LocalClient:
         self, request: arena_pb2.CommitReservations, message: arena_pb2.CommittedReservations
     ) -> None:
         part = LoopSlice(self._turns)
-        # Validated as a whole before the first commit: a batch that is refused has committed nothing.
+        # The batch is validated as a whole before the first commit: a refused batch has committed nothing.
         is_durable = _is_durable_batch(request)
         generations, committed = list[int](), list[tuple[int, Reservation]]()
         failures: dict[int, CacheError] = {}
         keep_open, commit_in_memory = request.keep_open, self._cache.appends.commit_in_memory
         triples = zip(request.reservation_ids, request.token_counts, request.checksums, strict=True)
-        # One by one, and one failure does not keep the others from being committed: those are other sessions.
+        # A failed commit does not keep the others from being committed, which are of other sessions.
         for index, (reservation_id, token_count, checksum) in enumerate(triples):
             if part.is_over:
                 await part.rest()
@@ -555,7 +556,7 @@ class LocalClient:
                 generations.append(reservation.session.generation)
             if not keep_open or index in failures:
                 self._forget_if_ended(reservation_id)
-        # All at once: their flushes share syncs.
+        # All flushes run together, since they share syncs.
         if is_durable:
             await asyncio.gather(*(self._flush(failures, *one) for one in committed))
         message.generations.extend(generations)
@@ -582,7 +583,7 @@ class LocalClient:
             self._reservations.discard(reservation_id)
 
     def _release_reservation(self, reservation_id: int) -> None:
-        # A block's reservation may have other writers: only this one's part is let go.
+        # A block's reservation may have other writers: only this writer's part is let go.
         if reservation_id in self._puts:
             self._cache.blocks.withdraw(reservation_id, self.client, is_abandoned=False)
             self._puts.discard(reservation_id)
@@ -612,7 +613,7 @@ def _is_durable_batch(request: arena_pb2.CommitReservations) -> bool:
 
 
 def _refuse(result: arena_pb2.OperationResult, error: CacheError) -> str:
-    """Let an error be what came of an operation; returns its reason."""
+    """Make an error the result of an operation; returns its reason."""
     result.Clear()
     convert.fill_error(result.error, error)
     return error.reason
@@ -627,9 +628,9 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
     def __init__(
         self, cache: Cache, arena: arena_pb2.Arena, admission: Admission, turns: Turns, *, is_sealed: bool
     ) -> None:
-        """`turns`: in which local clients' work is done that takes long.
+        """`turns` bound local clients' work that takes long.
 
-        `is_sealed`: nobody writes to the arena.
+        `is_sealed`: no client writes to the arena.
         """
         self._is_sealed = is_sealed
         self._cache = cache
@@ -665,7 +666,7 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
                 async for request in requests:
                     yield await client.carry_out(request)
         finally:
-            # A client that was killed looks like one that has said all: its requests end first.
+            # A killed client looks like one that has sent all: its requests end first.
             client.end(is_abandoned=True)
 
     def _may_write(self) -> bool:
@@ -687,7 +688,7 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
                     client.check_empty()
                     await asyncio.wait({coming}, timeout=LOOK_INTERVAL_S)
                 if not coming.done():
-                    # Work is taken again.
+                    # The server takes work again.
                     drained = asyncio.ensure_future(self._admission.drained())
                     continue
                 request = coming.result()

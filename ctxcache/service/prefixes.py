@@ -1,4 +1,4 @@
-"""PrefixService, and the same operations for local clients: what some session has is found by its tokens."""
+"""PrefixService, and the same operations for local clients: sessions' prefixes are found by their tokens."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
     """See proto/ctxcache/v1/prefix.proto."""
 
     def __init__(self, cache: Cache, turns: Turns) -> None:
-        """`turns`: in which long prompts are looked for."""
+        """`turns` bound look-ups of long prompts."""
         self._cache, self._turns = cache, turns
 
     async def MatchPrefix(
@@ -123,18 +123,17 @@ def _contents(given: prefix_pb2.Prefix) -> Sequence[Content]:
 
 
 def _prefix(given: prefix_pb2.Prefix) -> bytes | Sequence[bytes]:
-    """Token ids, or keys where there are none, of a length that they may have."""
+    """The token ids, or the keys where there are none, with their lengths checked."""
     if given.keys:
         validate.within(len(given.keys), 1, KEYS_LIMIT, "prefix.keys")
-        # A list: protobuf's own makes an object of a key at each look.
+        # The keys are made a list once: protobuf's own list makes an object of a key at each look.
         keys = list(given.keys)
-        # Keys have one length: a prefix of a key would never be found, and nothing would say
-        # why.
+        # Keys have one length: a shorter key would never be found, and nothing would say why.
         if {*map(len, keys)} != {KEY_BYTES}:
             i, length = next((i, len(key)) for i, key in enumerate(keys) if len(key) != KEY_BYTES)
             problem = f"{KEY_BYTES} bytes expected, {length} given"
             raise InvalidArgument(field=f"prefix.keys[{i}]", problem=problem)
-        # Keys beside token ids are an offer: what they say is compared with the ids.
+        # Keys beside token ids are an offer, which is compared with the ids.
         if not given.token_ids:
             _check_count(given, len(keys), given.token_count // BLOCK_TOKENS)
             return keys

@@ -31,7 +31,7 @@ RESULTS_FIELD = session_pb2.LookupSessionsResponse.RESULTS_FIELD_NUMBER
 DROP_LIMIT = 4096
 RANGES_PER_PAUSE = 256
 KINDS_KEPT_BYTES, KINDS_ENTRY_BYTES = 1 << 20, 256
-"""Encoded kinds that are kept ready, and what an entry takes besides."""
+"""Bytes of encoded kinds that are kept ready, and what an entry takes besides."""
 RANGES_KEPT = 1 << 16
 """Ranges of layouts whose part of a look-up's answer is kept ready: some tens of bytes each."""
 
@@ -51,7 +51,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See proto/ctxcache/v1/session.proto."""
 
     def __init__(self, cache: Cache, turns: Turns) -> None:
-        """`turns`: in which large requests are carried out, and large answers made."""
+        """`turns` bound large requests and answers."""
         self._turns = turns
         self._sessions, self._writing, self._reading = cache.sessions, cache.appends, cache.leases
         self._clock = cache.state.clock
@@ -60,7 +60,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.CreateSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
-        # Pinned sessions leave for nobody: an operator decides about that.
+        # Pinned sessions are never evicted, so that only an operator may pin.
         if request.is_pinned:
             current().check_operator("is_pinned")
         view = await self._sessions.create(
@@ -87,7 +87,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     ) -> bytes:
         """See the proto."""
         page, part = Page(request.page_size), LoopSlice(self._turns)
-        # In pieces: a page has a number of sessions and of bytes, whichever is reached first.
+        # The page is made in pieces: it ends at a number of sessions or of bytes, whichever is reached first.
         listed = self._sessions.list(
             current().tenant,
             after=validate.page_token(request.page_token),
@@ -184,7 +184,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         validate.within(len(request.queries), 1, LOOKUP_LIMIT, "queries")
         asked: list[tuple[str, bytes]] = []
         part = LoopSlice(self._turns)
-        # All queries are looked at before the first is answered: an answer has no place for a field's error.
+        # All queries are validated before the first is answered: an answer has no place for a field's error.
         for i, query in enumerate(request.queries):
             # Validating and answering take their slices alike.
             if not i % QUERIES_PER_LOOK and part.is_over:
@@ -192,15 +192,14 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             try:
                 asked.append((validate.session_id(query.name), validate.fingerprint(query.model_fingerprint)))
             except InvalidArgument as error:
-                # A field's place is told where it is wrong, and costs nothing where all are right.
+                # A field's name is made only where it is wrong.
                 field, problem = f"queries[{i}].{error.facts['field']}", str(error.facts["problem"])
                 raise InvalidArgument(field=field, problem=problem) from None
         tenant, ahead_ns = current().tenant, self._clock.wall_ahead_ns()
         answer = EncodedAnswer()
         for i, (session_id, print_) in enumerate(asked):
-            # An answer is bounded by bytes; what is missing at its end is asked for again.
+            # Bytes bound an answer. The client asks again for what is missing at its end.
             if answer.size_bytes > convert.PAGE_LIMIT_BYTES:
-                # The client asks for the rest.
                 break
             if not i % QUERIES_PER_LOOK and part.is_over:
                 await part.rest()
@@ -223,7 +222,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         try:
             async for request in request_iterator:
                 await self._take(append, request)
-        # Whatever ends the stream: what was not committed goes back.
+        # Rows that were not committed go back, whatever ends the stream.
         finally:
             append.release()
         append.check_finished()
@@ -243,12 +242,12 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
     async def _place(self, append: Append, chunk: WireChunk) -> None:
         stream = validate.stream(chunk.stream, "chunk.stream")
-        # In this order: what can be refused, then the room, then the bytes, then their sum.
+        # The order is: what can be refused, then the room, then the bytes, then their sum.
         end = append.check(stream, chunk.token_begin, len(chunk.data))
         await append.make_room(end)
         self._writing.place(append.reservation, stream, chunk.token_begin, chunk.data)
-        # Last: the rows were added up before, so that what changed until now is found here, and by their sums
-        # later.
+        # The sum of the chunk comes last. The rows were summed before, so that a change until now is found
+        # here, and a later one by the rows' sums.
         if wire_checksum(chunk.data) != chunk.checksum:
             raise ChecksumMismatch(field="chunk.data")
         append.received[stream] = end
@@ -266,7 +265,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         async with self._reading.stream(asked, streams) as (lease, _, rows):
             yield session_pb2.ReadSessionResponse(header=read_header(lease, streams, self._clock))
             async for parts in packed(rows, lease.view.layout, self._reading.mend):
-                # A slow reader may outlive what is lent to it.
+                # A slow reader may outlive its lease.
                 self._reading.check(lease)
                 yield await chunk_message(parts, self._reading.mend)
 
@@ -281,7 +280,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         match request.WhichOneof("expiration"):
             case "expire_time":
                 told = validate.absolute(request.expire_time)
-                # By the wall clock as it is now: what is left is counted from here on, whoever sets it later.
+                # The wall clock of now counts: the time left is measured from here on, whoever sets the clock
+                # later.
                 return Expiration(
                     None, min(told.expire_time_ns - self._clock.wall_ahead_ns(), validate.LATEST_NS)
                 )
@@ -302,7 +302,7 @@ def _keep_recent(kept: session_pb2.KeepRecent) -> tuple[int, int]:
 
 
 def _dropped(drop: session_pb2.DropRanges) -> Generator[None, None, tuple[Ranges, Range]]:
-    """Ranges to drop, validated and put together, and the one that reaches furthest; pauses now and then."""
+    """The ranges to drop, validated and merged, and the one that reaches furthest; pauses now and then."""
     validate.within(len(drop.ranges), 1, DROP_LIMIT, "drop.ranges")
     dropped: list[Range] = []
     furthest, lowest = (0, 0), (0, 0)
@@ -310,8 +310,8 @@ def _dropped(drop: session_pb2.DropRanges) -> Generator[None, None, tuple[Ranges
         begin, end = item.begin, item.end
         if begin > end:
             raise InvalidArgument(field=f"drop.ranges[{i}]", problem="ends before it begins")
-        # The one that reaches furthest stands for all in the check against the session, so that it is one
-        # comparison.
+        # The range that reaches furthest stands for all in the check against the session, so that the check
+        # is one comparison.
         if end > furthest[1]:
             furthest = begin, end
         if begin < lowest[0]:
@@ -338,7 +338,7 @@ def _result(lookup: Lookup, ahead_ns: int) -> bytes:
     result.generation, result.token_count = lookup.generation, lookup.token_count
     result.dram_token_count, end = lookup.dram_token_count, result.expire_time
     end.seconds, end.nanos = divmod(lookup.expire_time_ns + ahead_ns, 10**9)
-    # The kinds of a layout and a number of tokens are the same for many sessions: encoded once, and appended.
+    # Many sessions share a layout's kinds and a token count, so that these are encoded once and appended.
     return result.SerializeToString() + _KINDS.encoded(lookup.layout, lookup.token_count)
 
 
@@ -353,9 +353,9 @@ class _Kinds:
         self._size_bytes = 0
 
     def encoded(self, layout: SegmentLayout, token_count: int) -> bytes:
-        """A LookupResult that says no more than the kinds of a session of so many tokens."""
-        # Keyed by identity, so that nothing is hashed. The entry keeps the layout alive, so that no other one
-        # gets it.
+        """A LookupResult that has only the kinds of a session of so many tokens."""
+        # The key is the layout's identity, so that nothing is hashed. The entry keeps the layout alive, so
+        # that no other layout gets its identity.
         key = id(layout), token_count
         known = self._known.get(key)
         if known is None:
@@ -365,7 +365,7 @@ class _Kinds:
                 kind.size_bytes *= token_count
             known = layout, result.SerializeToString()
             self._size_bytes += KINDS_ENTRY_BYTES + len(known[1])
-            # All at once: which of them are asked for again is not known.
+            # All entries go at once: which of them are asked for again is not known.
             if self._size_bytes > KINDS_KEPT_BYTES:
                 self._known.clear()
                 self._size_bytes = 0
@@ -401,7 +401,7 @@ def _as_wire_chunk(chunk: session_pb2.Chunk) -> WireChunk:
 
 
 def _decode_append(encoded: bytes) -> AppendMessage:
-    # Chunks are read around their rows; whatever looks unusual is protobuf's to read.
+    # Chunks are read around their rows. protobuf reads any other message.
     return scan_chunk(encoded) or session_pb2.AppendSessionRequest.FromString(encoded)
 
 

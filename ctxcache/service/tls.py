@@ -1,8 +1,7 @@
 """TLS of the TCP ports: one certificate for gRPC and the bulk channel, taken over when its files change.
 
-Worst case at the start: a file that cannot be used, which is said by its name before anything listens; later:
-such a file is said to be, and what was read before goes on. Connections that are open keep what they began
-with.
+Worst case at the start: a file that cannot be used is named before anything listens. Later such a file is
+logged, and the earlier certificate goes on. Open connections keep what they began with.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ Stamps = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where they are. With a client CA, a client has to have a certificate of it."""
+    """Paths of the files. With a client CA, a client needs a certificate of it."""
 
     certificate: Path
     key: Path
@@ -50,7 +49,7 @@ class _Loaded:
 
 
 class Tls:
-    """The certificate that holds now. Handshakes take it in threads; changed by whole objects."""
+    """The current certificate. Handshakes take it in threads, so that it changes by whole objects."""
 
     # Handshakes run in gRPC's threads and in those of the bulk channel. Each takes the object that is there
     # when it begins: the certificate is changed by one assignment.
@@ -69,7 +68,7 @@ class Tls:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For a handshake that begins now."""
+        """The context of a handshake that begins now."""
         return self._now.context
 
     async def watch(self) -> None:
@@ -79,18 +78,18 @@ class Tls:
             await asyncio.to_thread(self.refresh)
 
     def refresh(self) -> None:
-        """Take the files over if they have changed; what cannot be used changes nothing."""
+        """Take the files over if they have changed. Files that cannot be used change nothing."""
         stamps = self._files.stamps()
         if stamps == self._seen:
             return
         try:
             loaded = _load(self._files)
         except InvalidConfiguration as error:
-            # Two files arrive one after the other: the first alone is no pair.
-            # Changed while it was read: looked at again at the next round, and nothing is said.
+            # Two files arrive one after the other, and the first alone is no pair. Files that changed during
+            # the read are looked at again in the next round, without a log line.
             if self._files.stamps() == stamps:
-                # After a shortage they are read at the next look: the old certificate may end before they
-                # change again.
+                # After a shortage the files are read at the next look: the old certificate may end before
+                # they change again.
                 self._seen = [] if is_shortage(error) else stamps
                 log.error("certificate_refused error=%s", error)  # noqa: TRY400  the sentence says all
             return
@@ -100,9 +99,8 @@ class Tls:
             log.info("certificate_loaded path=%s", self._files.certificate)
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Asked by gRPC at each handshake: None where it has what holds."""
+        """Answer gRPC's question at each handshake; None where gRPC has the current certificate."""
         loaded = self._now
-        # gRPC keeps what it was given, and asks at each handshake.
         if loaded is self._given:
             return None
         self._given = loaded

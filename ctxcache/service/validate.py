@@ -33,7 +33,7 @@ PAGE_SIZE_LIMIT = 1000
 STREAMS_LIMIT = 4096
 """Streams of one model, token ids not counted."""
 RANGES_LIMIT = 256
-"""Ranges in which a session's layout, or what is read of it, may be given."""
+"""Ranges in which a layout, or a selection of streams, may be given."""
 TTL_LIMIT_S = 3650 * 86400
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 LATEST_NS = 2**63 - 1
@@ -105,7 +105,7 @@ def contents(given: Sequence[session_pb2.ContentRange], begin: int, field: str) 
     within(len(given), 0, CONTENTS_LIMIT, field)
     last = begin
     for i, content in enumerate(given):
-        # In order and apart: two contents at one token would make keys depend on their order.
+        # Contents are in order and apart: two contents at one token would make keys depend on their order.
         if not last <= content.begin < content.end:
             problem = f"[{content.begin}, {content.end}) is no range of tokens behind {last}"
             raise InvalidArgument(field=f"{field}[{i}]", problem=problem)
@@ -129,15 +129,15 @@ def stream(name: model_pb2.StreamName | Stream, field: str) -> Stream:
 
 
 _LAYERED = {int(kind): kind for kind in StateKind if kind is not StateKind.TOKENS}
-"""Kinds that a layer has, by their numbers."""
+"""Kinds of layers' streams, by their numbers."""
 
 
 def stream_range(given: model_pb2.StreamRange, field: str, index: int | None = None) -> StreamRange:
     """Streams of one kind."""
     begin, end = given.layer_begin, given.layer_end
-    # Checked by numbers first. The text of a field's name is made only when there is something to say.
+    # Numbers are checked first. The text of a field's name is made only for an error.
     if given.kind in _LAYERED and 0 <= begin < end <= LAYER_LIMIT:
-        # A name of the field takes longer than this, and a layout has up to 256 of them.
+        # Making the field's name takes longer than this, and a layout has up to 256 ranges.
         return StreamRange(_LAYERED[given.kind], begin, end)
     field = field if index is None else f"{field}[{index}]"
     kind = _member(StateKind, int(given.kind), f"{field}.kind")
@@ -150,12 +150,12 @@ def stream_range(given: model_pb2.StreamRange, field: str, index: int | None = N
 
 
 def stream_ranges(given: Sequence[model_pb2.StreamRange], field: str) -> tuple[StreamRange, ...]:
-    """Ranges of streams, each stream once, as few as can be and by kind and layer."""
+    """Merge ranges of streams, by kind and layer, with each stream once."""
     if len(given) > RANGES_LIMIT:
         raise InvalidArgument(field=field, problem=f"{len(given)} ranges are more than {RANGES_LIMIT}")
     ranges: list[StreamRange] = []
     count = 0
-    # Sorted first, so that overlaps are neighbours.
+    # The ranges are sorted first, so that overlaps are neighbours.
     for streams in sorted(stream_range(item, field, i) for i, item in enumerate(given)):
         last = ranges[-1] if ranges and ranges[-1].kind is streams.kind else None
         if last and streams.layer_begin < last.layer_end:
@@ -209,14 +209,14 @@ def page_size(value: int) -> int:
 
 def page_token(value: str) -> str:
     """Where to go on listing: the last id of the page before, with a prefix so that it stays opaque."""
-    # A prefix, so that nobody builds tokens by himself and relies on it.
+    # The prefix keeps clients from building tokens themselves.
     if value and not value.startswith("after:"):
         raise InvalidArgument(field="page_token", problem="is not one of ours")
     return value.removeprefix("after:")
 
 
 def next_page_token(ids: Sequence[str], limit: int) -> str:
-    """The token for what follows the first `limit` of these; empty when nothing does."""
+    """The token for the ids behind the first `limit`; empty when there are none."""
     return f"after:{ids[limit - 1]}" if len(ids) > limit else ""
 
 
