@@ -123,7 +123,7 @@ class Mending:
     async def image(
         self, segment: Segment, memory: memoryview | None = None
     ) -> tuple[memoryview, tuple[int, ...]]:
-        """Read SSD's rows of a held segment into `memory` (page-aligned, a slot's size) or other; verify them.
+        """Read and verify SSD's rows of a held segment, in `memory` (page-aligned, a slot's size) or other.
 
         Returns the memory, and one checksum of rows per stream. Raises as `read`.
         """

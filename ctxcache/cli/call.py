@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 10_000
 """Columns of a table where no terminal limits it: names must never be cut."""
-# By the class of what is shown; each view takes its own.
+# The key is the class of what is shown. Each view takes its own class.
 _VIEWS: Mapping[type, Callable[..., RenderableType]] = {
     SessionInfo: tables.session_grid,
     ModelInfo: tables.model_grid,
@@ -277,7 +277,7 @@ def _with_options(
 
     return with_signature(
         command,
-        # Keyword-only all of them: typer passes every one by its name.
+        # Every parameter is keyword-only: typer passes each by its name.
         [CONTEXT, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own), *more, *SHARED_OPTIONS],
         name=function.__name__,
         doc=function.__doc__,
@@ -287,7 +287,7 @@ def _with_options(
 
 TIMEOUT_S = 1.0
 LIMIT = 200
-"""Names that are looked at."""
+"""The most names that are looked at."""
 
 
 def session_names(context: typer.Context, incomplete: str) -> list[str]:
@@ -318,9 +318,9 @@ def _matching(
     context: typer.Context, incomplete: str, names: "Callable[[Client], Iterable[str]]"
 ) -> list[str]:
     given = context.find_root().params
-    # Their variables, where options are not given, are among the parameters.
+    # Options that are not given come from their variables, which are among the parameters.
     names_of = ("token_file", "tls_ca", "tls_client_certificate", "tls_client_key")
-    # Without what a command would need besides: whoever completes waits, so a second is all there is.
+    # The call lacks what a command would need besides: whoever completes waits, so a second is all there is.
     call = CliCall(credentials=Credentials(*map(given.get, names_of)), timeout_s=TIMEOUT_S)
     target = given.get("target") or os.environ.get("CTXCACHE_TARGET")
     try:

@@ -115,9 +115,9 @@ DESCRIPTIONS = {
 #     a plugin                        its entry point                                 once it is run
 #     a lab's command, not installed  a command that says how to get it
 class CommandGroup(TyperGroup):
-    """All commands by name: ours as the table lists them, each in its own form once it is called.
+    """All commands by name: ours as the table lists them, then plugins.
 
-    Then plugins.
+    A command of ours takes its own form once it is called.
     """
 
     def __init__(self, **attributes: Any) -> None:
@@ -136,7 +136,7 @@ class CommandGroup(TyperGroup):
 
 def imported(name: str) -> Any:
     """One of our commands, with everything that it needs."""
-    # What modules make stays: the collector would look through it again and again, and find nothing.
+    # Objects of modules live on: the collector would look through them again and again, and find nothing.
     gc.disable()
     try:
         module = import_module(f"ctxcache.cli.{COMMANDS[name].module}")
@@ -156,8 +156,7 @@ def spare_models(command: Any) -> None:
     typer makes a pydantic model for each parameter: pydantic takes longer to import than a small command to
     run. Typer refuses any other value, with a sentence of its own.
     """
-    # The parameters are made when they are asked for, so the asking is wrapped, and each parameter in turn,
-    # once.
+    # Parameters are made when they are asked for: so the asking is wrapped, and each parameter once.
     command.get_params = partial(_spared, command.get_params)
     for each in getattr(command, "commands", {}).values():
         spare_models(each)
@@ -184,7 +183,7 @@ def _processed(parameter: Any, process: Callable[[Any, Any], Any], context: Any,
 
 def _plain(parameter: Any, kind: type[Any], value: Any) -> Any:
     """A value as the command takes it, where no conversion is needed; None for a value that needs one."""
-    # A number that was said has bounds; a default has been looked at by its author.
+    # A number that a user gives has bounds. A default was checked by its author.
     if type(value) is kind and (kind is str or value == parameter.default):
         return value
     if not isinstance(value, str):
@@ -196,19 +195,19 @@ def _plain(parameter: Any, kind: type[Any], value: Any) -> Any:
 
 
 def _is_checked(info: Any, path: str) -> bool:
-    """Whether a parameter wants more of that path than a name: a file that can be read is what all want."""
+    """Whether a parameter checks more of a path than that a file can be read there."""
     is_more = info.allow_dash or info.resolve_path or info.writable or not info.file_okay or info.path_type
     return bool(is_more) or not (Path(path).is_file() and os.access(path, os.R_OK))
 
 
 def plugins(group: str = "") -> dict[str, Any]:
-    """The commands that other packages bring to one of our groups, by name; unless given, beside our own."""
+    """The commands that other packages bring to one of our groups, by name; by default to none."""
     commands = {each.name: _command(each) for each in entry_points(group=PLUGINS)}
     absent = {name: _absent(needed) for name, needed in LAB_COMMANDS.items() if name not in commands}
     app = typer.Typer()
     for name, command in sorted((commands | absent).items()):
         owner, _, last = name.rpartition(".")
-        # One that names a group that is not ours is a command of its own, by its whole name.
+        # An entry point that names no group of ours is a command by its whole name.
         if group == (owner if owner in COMMANDS else ""):
             app.command(
                 last if group else name,
@@ -225,7 +224,7 @@ def _command(entry_point: EntryPoint) -> Callable[[typer.Context], None]:
             _run(entry_point, context)
         except ModuleNotFoundError as error:
             missing = error.name or ""
-            # One of ours, or of the plugin's own, is a bug, and its traceback is wanted.
+            # A missing module of ours, or of the plugin's own, is a bug, and its traceback is wanted.
             if not missing or missing.partition(".")[0] in (*OURS, entry_point.module.partition(".")[0]):
                 raise
             _refuse(

@@ -115,7 +115,7 @@ _OPTIONS = ("-o", "--output")
 def asked_output(words: Sequence[str]) -> Output:
     """How a command is to print: the last word that says it, whether or not the others can be read."""
     output = Output.TABLE
-    # Read without typer: what cannot be read as options may still say how its refusal is to be printed.
+    # typer is not asked: words that cannot be read as options may still say how the refusal is printed.
     for before, word in zip(("", *words), words, strict=False):
         if word == "--":
             break
@@ -189,7 +189,7 @@ def usage_document(error: Any, output: Output) -> str:
 
 
 def _field(error: Any) -> str:
-    """The option or argument that it is about; empty for none."""
+    """The option or argument that the error is about; empty for none."""
     named = getattr(error, "param_hint", None) or getattr(error, "option_name", None)
     parameter = getattr(error, "param", None)
     if not named and parameter is not None:

@@ -78,7 +78,7 @@ def list_tiers(call: CliCall) -> None:
 @tiers.command("show", epilog=examples("ctxcache tier show /ssd"))
 @watched
 def show_tier(call: CliCall, path: Path) -> None:
-    """Show one place."""
+    """Show one path or the arena."""
     with call.client() as client:
         tiers = list(client.admin.stats().tiers)
     tier_shown = next((tier for tier in tiers if path in (tier.path, tier.path.rpartition("/")[0])), None)
@@ -296,7 +296,7 @@ def drain(
 def _report(status: DrainStatus) -> None:
     """Tell a person who waits at a terminal."""
     if sys.stderr.isatty():
-        # Back to the beginning of the line and over it: one line, as long as it takes.
+        # The line is written over itself.
         sys.stderr.write(f"\r\x1b[K{drain_line(status)}" + ("\r\x1b[K" if status.is_done else ""))
         sys.stderr.flush()
 

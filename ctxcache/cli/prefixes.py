@@ -1,4 +1,4 @@
-"""`ctxcache prefix`: what sessions have of a prompt, why not more, and what they share.
+"""`ctxcache prefix`: what sessions have of a prompt, why not more, and which prefixes they share.
 
 A FILE has a prompt's token ids as one JSON list; `-` is standard input. Nothing here changes anything.
 """
@@ -118,7 +118,7 @@ def top(
         int, typer.Option("--limit", min=1, max=1000, help="Most prefixes to list.")
     ] = LIST_LIMIT,
 ) -> None:
-    """Show what several sessions begin with, what saves most first."""
+    """Show prefixes that several sessions share, what saves most first."""
     with call.client() as client:
         call.show_list("prefixes", client.prefixes.most_shared(limit=limit), None)
 

@@ -187,7 +187,7 @@ def paths_table(tiers: Sequence[TierStats]) -> RenderableType:
 
 
 def fragmented(tier: TierStats) -> float:
-    """Which part of what is free is not in the largest run of it."""
+    """The part of the free bytes that is outside their largest run."""
     # Where nothing is free, no part is scattered.
     free_bytes = tier.capacity_bytes - tier.used_bytes
     return 1 - tier.largest_free_bytes / free_bytes if free_bytes > 0 else 0.0

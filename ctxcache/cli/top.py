@@ -1,4 +1,4 @@
-"""`ctxcache top`: a server as it runs, looked at again and again.
+"""`ctxcache top`: a server at work, looked at again and again.
 
 Asks `GetStats` and `GetActivity`, nothing else.
 
@@ -6,7 +6,7 @@ Asks `GetStats` and `GetActivity`, nothing else.
            ├── Rates (what happened in between) ──► frame (a picture)
     Look ──┘
 
-Rates and frames are pure. Worst case: the server does not answer, which is said until it does.
+Rates and frames are pure. Worst case: the server does not answer, and the screen says so until it does.
 """
 
 import math
@@ -39,9 +39,9 @@ from ctxcache.client.types import (
 )
 from ctxcache.errors import Unavailable
 
-# A call that stays open would count for nothing until it ends, and then for hours.
+# An open call would count for nothing until it ends, and then for hours.
 UNCOUNTED = ("Access", "Schedule", "GetStats", "GetActivity", "Verify", "Drain")
-"""Rpcs that stay open, or are our own looking."""
+"""Rpcs that stay open, or with which `top` itself looks."""
 PIPE_WIDTH = 120
 app = typer.Typer()
 
@@ -55,17 +55,17 @@ class Look:
 
     @property
     def time_s(self) -> float:
-        """When, by the server's clock."""
+        """The time of the look, by the server's clock."""
         return (self.activity.time_ns or 0) / 1e9
 
     @property
     def up_s(self) -> float:
-        """Since when it runs."""
+        """The time since the server's start."""
         return max(self.time_s - (self.stats.start_time_ns or 0) / 1e9, 0.001)
 
     @property
     def clock(self) -> str:
-        """When, for people."""
+        """The time of the look, for people."""
         return instant(self.activity.time_ns or 0).astimezone().strftime("%H:%M:%S")
 
 
@@ -73,7 +73,7 @@ class Look:
 class Calls:
     """One method: calls a second, failed ones a second, and how long they take.
 
-    None where that is not known.
+    None where a figure is not known.
     """
 
     method: str
@@ -87,7 +87,7 @@ class Rates:
     """The changes between two looks; without an earlier one, since the server's start."""
 
     def __init__(self, now: Look, before: Look | None) -> None:
-        # One that was started anew counts from nothing.
+        # A server that was started anew counts from nothing.
         if before is not None and before.stats.start_time_ns != now.stats.start_time_ns:
             before = None
         self._now, self._before = now, before
@@ -124,9 +124,9 @@ class Rates:
     def accesses(self, kind: str, name: str) -> float:
         """A session's or a tenant's accesses a second.
 
-        Since a moment unknown when it was not among the busiest before.
+        A session that was not among the busiest before counts since a moment unknown.
         """
-        # Without a count from before, its accesses of all time would be taken for those of this moment.
+        # Without an earlier count, accesses of all time would be taken for those of this moment.
         now = _accesses(self._now.activity, kind).get(name, 0)
         before = {} if self._before is None else _accesses(self._before.activity, kind)
         return self._per_s(max(now - before.get(name, now if self._before else 0), 0))
@@ -178,7 +178,7 @@ FULL, NEARLY = 0.95, 0.8
 
 
 def frame(now: Look, before: Look | None, target: str, width: int) -> RenderableType:
-    """Everything, for a terminal of so many columns."""
+    """The whole screen, for a terminal of so many columns."""
     rates = Rates(now, before)
     rows = ROWS if width >= WIDE else NARROW_ROWS
     parts = [
@@ -221,7 +221,7 @@ def _head(now: Look, target: str, *, since_start: bool) -> RenderableType:
 
 def _tiers(now: Look, width: int) -> RenderableType:
     rows = _rows("", "", ">used", ">of", ">free in one", ">segments", "state", "where")
-    # Only the path gives way.
+    # The path column alone gives way.
     rows.columns[-1].ratio = 1
     for tier in now.stats.tiers:
         part = tier.used_bytes / max(tier.capacity_bytes, 1)
@@ -324,7 +324,7 @@ def _panel(title: str, inner: RenderableType) -> Panel:
 
 
 def _pair(left: RenderableType, right: RenderableType, width: int) -> RenderableType:
-    """Beside each other where there is room."""
+    """Show two parts beside each other where there is room."""
     if width < WIDE:
         return Group(left, right)
     both = Table.grid(expand=True)
@@ -457,8 +457,7 @@ def _live(client: Client, target: str, interval_s: float, width: int | None, ctr
             try:
                 now = _look(client)
                 live.update(frame(now, before, target, console.width), refresh=True)
-                # After a look that failed the next rates are over the gap: `before` is the last one that was
-                # seen.
+                # After a failed look the next rates span the gap: `before` is the last look that succeeded.
                 before = now
             except Unavailable as error:
                 live.update(Text(sentence(error), style="bold red"), refresh=True)

@@ -1,4 +1,4 @@
-"""`ctxcache trace`: what a live store is asked, without content: recorded, and made a trace of.
+"""`ctxcache trace`: record what a live store is asked, without content, and make a trace of it.
 
 Thin: `ctxcache.recordings` has the files and the counts. The lab adds `replay`. Worst case: the file's device
 is full, or the server goes away. Calls that were recorded up to then stay, and the file says that it is not
@@ -59,8 +59,7 @@ def record(
         first = next(parts, None)
         if first is None:
             raise Unavailable(target=call.target, problem="ended the recording before its first part")
-        # In this order: the server has agreed, the file is made, Ctrl-C ends the recording and not the
-        # command.
+        # The server agrees first, then the file is made. Ctrl-C ends the recording and not the command.
         with created(file) as lines, CtrlC() as ctrl_c:
             for written in write(chain((first,), parts), lines):
                 _report(written)

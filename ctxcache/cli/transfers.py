@@ -64,13 +64,13 @@ class Bar:
         self._task, self._size_bytes = self._bars.add_task(what, total=total, size=""), 0
 
     def step(self, name: str, count: int, size_bytes: int) -> None:
-        """So many steps more, which moved so many bytes."""
+        """Count so many steps more, which moved so many bytes."""
         self._size_bytes += size_bytes
         if self._task is not None:
             self._bars.update(self._task, description=name, advance=count, size=human_size(self._size_bytes))
 
     def at(self, what: str, done: int, total: int) -> None:
-        """So much of a task is done, of so much in all."""
+        """Show that a task is at `done` of `total`."""
         if self._task is not None:
             self._bars.update(self._task, description=what, completed=min(done, total), total=total)
 
@@ -94,19 +94,19 @@ def bar() -> Iterator[Bar]:
 def show_outcomes(
     call: CliCall, path: str, outcomes: Sequence[ArchiveOutcome], *, to_stderr: bool = False
 ) -> None:
-    """Print what became of each session."""
+    """Print the outcome of each session."""
     sessions: list[Plain] = [_plain(one) for one in outcomes if one.session]
     text = "\n".join([*(_line(one) for one in outcomes if one.session), _sum(path, outcomes)])
     call.show_facts({"file": path, "sessions": sessions}, text, to_stderr=to_stderr)
 
 
 def raise_first(outcomes: Sequence[ArchiveOutcome]) -> None:
-    """Raise the first failure, as one of so many."""
+    """Raise the first failure, and tell how many there are."""
     failed = [outcome for outcome in outcomes if outcome.status is ArchiveStatus.FAILED]
-    # The exit code is of one failure, so the first one gives it; all of them stand in the list.
+    # The exit code is that of one failure, so that the first one gives it. The list shows all of them.
     if not failed:
         return
-    # The file's own failure, if there is one: no session's line reports it.
+    # A failure of the file itself stands in no session's line.
     first = next((outcome for outcome in failed if not outcome.session), failed[0])
     error = first.error
     if error is None or len(outcomes) == 1 or not first.session:
@@ -118,7 +118,7 @@ def raise_first(outcomes: Sequence[ArchiveOutcome]) -> None:
 
 
 def counted(session_count: int, token_count: int, segment_count: int) -> str:
-    """How much a backup is of, for people."""
+    """The contents of a backup, for people."""
     sessions = f"{session_count} session{'s' * (session_count != 1)}"
     return f"{sessions} with {token_count} tokens in {segment_count} segment{'s' * (segment_count != 1)}"
 
@@ -211,7 +211,7 @@ def export(
 
 
 def _wanted(client: Client, names: list[str], progress: Bar) -> list[str]:
-    """Their names, each once, all where none are given. Raises SessionNotFound."""
+    """Names of the wanted sessions, each once; all where none are given. Raises SessionNotFound."""
     sessions = map(client.sessions.get, names) if names else client.sessions.list(page_size=1000)
     found = {session.name: session.token_count for session in sessions}
     progress.begin("exporting", sum(found.values()))
@@ -225,7 +225,7 @@ def _export(
         writer = FrameWriter(fd, to, secrets.token_bytes(FILE_ID_BYTES), time.time_ns())
         outcomes = list(Exporter(client, writer, progress.step, skips_gone=skips_gone).export(names))
         if outcomes and all(one.status is ArchiveStatus.FAILED for one in outcomes):
-            # A file without any of them would be in the way of the next attempt.
+            # A file without sessions would be in the way of the next attempt.
             raise_first(outcomes)
     return outcomes
 
@@ -248,7 +248,7 @@ def _export_store(call: CliCall, to: str, rate: int, *, is_forced: bool) -> None
 
 
 class _Answers(Iterable[bytes]):
-    """A backup's bytes as they come. The counts of the last answer are kept."""
+    """A backup's bytes as they come. It keeps the counts of the last answer."""
 
     def __init__(self, answers: Iterable[BackupPart], at: Callable[[str, int, int], None]) -> None:
         self._answers, self._at = answers, at
@@ -261,7 +261,7 @@ class _Answers(Iterable[bytes]):
             self._last = replace(answer, data=b"")
 
     def counts(self) -> dict[str, int]:
-        """The counts of the whole."""
+        """The counts of the whole backup."""
         names = ("session", "segment", "token", "unwritten_token", "left_out_session")
         return {f"{name}_count": int(getattr(self._last, f"{name}_count", 0)) for name in names}
 
@@ -357,11 +357,11 @@ def import_sessions(
                 with call.client(moves_rows=True) as client:
                     _import(client, file, sessions, wishes, progress, outcomes)
     except BaseException:
-        # Ctrl-C, above all: these sessions are there.
+        # On Ctrl-C, above all, these sessions are there.
         if outcomes:
             show_outcomes(call, file, outcomes)
         raise
-    # Sessions of the file that were never come to, because of an error that ends all.
+    # An error that ends all leaves sessions of the file untried.
     tried = {outcome.session for outcome in outcomes}
     rest = (session for session in sessions if f"sessions/{session.session_id}" not in tried)
     outcomes += [
@@ -399,7 +399,7 @@ def _import(
     progress: Bar,
     outcomes: list[ArchiveOutcome],
 ) -> None:
-    # Before the first one is brought in: `fail` means that nothing is changed where one name is taken.
+    # `fail` changes nothing where one name is taken, so that names are checked before the first import.
     if wishes.on_conflict is OnConflict.FAIL:
         for target in (wishes.target(session.session_id) for session in sessions):
             if present(client, target) is not None:
@@ -407,7 +407,7 @@ def _import(
     progress.begin("importing", sum(session.token_count for session in sessions) or None)
     with source(file) as opened:
         reader = ArchiveReader(opened)
-        # `extend` takes them one by one: what came before an error is in the list when it is raised.
+        # `extend` takes outcomes one by one: those before an error are in the list when it is raised.
         outcomes.extend(Importer(client, wishes, reader.begin_time_ns, progress.step).take(reader.sessions()))
 
 

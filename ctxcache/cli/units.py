@@ -47,7 +47,7 @@ def human_time(instant: datetime, now: datetime) -> str:
 def parse_duration_s(text: str) -> float:
     """Seconds in `90`, `90s`, `15min`, `1h30m` or `7d`. Raises ValueError."""
     parts = _DURATION.findall(text)
-    # `findall` leaves out what it does not know, so the parts must make up the text.
+    # `findall` leaves out what it does not know, so that the parts must make up the text.
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise ValueError(f"{text!r} is not a time such as 90s, 15min, 2h or 7d")
     return sum(float(number) * _SECONDS[unit] for number, unit in parts)

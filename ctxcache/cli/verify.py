@@ -33,7 +33,7 @@ app = typer.Typer()
 class Sum:
     """The damage of one session.
 
-    How much, between which positions of a log, and what is wrong with the first of it.
+    It tells how much is bad, between which positions of the log, and the first problem.
     """
 
     bad_segment_count: int = 0
@@ -44,7 +44,7 @@ class Sum:
     problem: str = ""
 
     def add(self, segment: BadSegment, copy: str) -> None:
-        """Count a segment, of which that copy is bad."""
+        """Count a segment, of which the copy `copy` is bad."""
         if not self.bad_segment_count or segment.position_begin < self.position_begin:
             self.position_begin, self.problem = segment.position_begin, f"{copy}: {segment.problem}"
         self.position_end = max(self.position_end, segment.position_end)
@@ -95,7 +95,7 @@ def verify(
 def _offline(data_directory: str, ssd_directories: list[str], rate: int) -> Iterator[VerifyProgress]:
     keep_private()
     settings = load({"data_directory": data_directory, "ssd_directories": tuple(ssd_directories) or None})
-    # One loop for all steps, to which the generator is bound; the bar moves between two of them.
+    # One loop runs all steps, since the generator is bound to it. The bar moves between two steps.
     with asyncio.Runner() as runner:
         reports = verify_directory(settings, bytes_per_second=rate)
         while (report := runner.run(anext(reports, None))) is not None:

@@ -1,4 +1,4 @@
-"""Disks.
+"""The disks of a store.
 
 Whether the SSD files fit, how they would be read, whether the data directory opens, and how well disks are.
 
@@ -62,7 +62,7 @@ def space(settings: Settings, directory: Path) -> Finding:
         status = os.statvfs(place)
     except OSError as error:
         return fatal(name, _unusable(directory, error), CHOOSE)
-    # Only the lack is needed: blocks of the file that is there are allocated already.
+    # Only the lack is needed: the blocks of the present file are allocated already.
     free, lack_bytes = status.f_bavail * status.f_frsize, needed - present
     if lack_bytes < 0:
         sizes_found = f"{human_size(present)} are there and cannot shrink to {human_size(needed)}"
@@ -100,7 +100,7 @@ def metadata(settings: Settings) -> Finding:
     """Does the data directory open, and RocksDB in it."""
     directory = settings.data_directory
     if holder := _holder(directory):
-        # Its metadata may not be opened by a second process, and need not be: it serves.
+        # A second process may not open this metadata, and need not: the directory serves.
         return ok("metadata", f"{directory} is held by a running server (pid {holder})", "that server")
     try:
         check_not_restoring(directory)
@@ -196,8 +196,8 @@ def _holder(directory: Path) -> str:
     try:
         with (directory / "LOCK").open("rb") as lock:
             try:
-                # Shared, as a question: the server's lock is exclusive, and two doctors do not disturb each
-                # other.
+                # The lock is shared, and only asks: the server's is exclusive, and two doctors do not disturb
+                # each other.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return lock.read(32).decode(errors="replace").strip() or "unknown"
@@ -207,7 +207,7 @@ def _holder(directory: Path) -> str:
 
 
 def _try_direct(path: Path) -> str:
-    """Write and read one page. Returns what went wrong; empty for nothing."""
+    """Write and read one page. Returns the problem; empty for none."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT
     try:
         fd = os.open(path, flags, mode=0o600)
@@ -239,12 +239,12 @@ def _unusable(directory: Path, error: OSError) -> DataDirectoryUnusable:
 
 
 def disk_kind(directory: Path, root: Path = BLOCK) -> Finding:
-    """Is it a disk without moving parts."""
+    """Is the disk one without moving parts."""
     name = f"disk of {directory}"
     try:
         device = existing(directory).stat().st_dev
         place = (root / f"{os.major(device)}:{os.minor(device)}").resolve()
-        # A partition's queue is its disk's.
+        # A partition shares the queue of its disk.
         queue = next(path / "queue" for path in (place, place.parent) if (path / "queue").is_dir())
         is_rotational = (queue / "rotational").read_text().strip() == "1"
     except (OSError, StopIteration):
@@ -321,9 +321,9 @@ def _disks(directory: Path, root: Path) -> list[Path]:
 
 
 def _below(place: Path) -> Iterator[Path]:
-    # A partition is of its disk.
+    # A partition belongs to its disk.
     disk = place.parent if (place / "partition").exists() else place
-    # A mapped device, or an array, says nothing of itself; the disks below it do.
+    # A mapped device, or an array, tells nothing of itself. The disks below it do.
     slaves = list((disk / "slaves").glob("*"))
     if not slaves:
         yield disk

@@ -32,12 +32,12 @@ ROOMY_HUGE = ("always", "within_size", "advise")
 NODES = Path("/sys/devices/system/node")
 SWAPS = Path("/proc/swaps")
 FAR_OFF_S = 60.0
-"""Less than this is not worth a word."""
+"""A smaller distance of the wall clock is not told."""
 CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
 SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies")
 TIMEX_BYTES, TIME_ERROR = 512, 5
 OWN_FILES = 512
-"""RocksDB's, the SSD files', logs and sockets that listen, with room to spare."""
+"""Files of RocksDB, the SSD files, logs and listening sockets, with room to spare."""
 ANSWER_TIMEOUT_S = 5.0
 
 
@@ -119,9 +119,9 @@ def _arena_size(settings: Settings) -> sizes.ArenaSize:
 
 
 def locked_memory(rdma: Path = RDMA) -> Finding:
-    """How much memory may be locked, and who asks.
+    """How much memory may be locked, and who asks for locked memory.
 
-    Not the store, and not CUDA's driver, which pins on its own account.
+    The store does not, nor does CUDA's driver, which pins on its own account.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else human_size(soft)
@@ -154,7 +154,7 @@ def _mount(path: Path) -> tuple[str, str]:
     target = path.resolve()
     for line in _lines("/proc/self/mounts"):
         _, point, kind, options, *_ = line.split(" ")
-        # Spaces are \040 there.
+        # The kernel writes a blank as \040.
         place = Path(point.encode().decode("unicode_escape"))
         if target.is_relative_to(place) and len(place.parts) >= best:
             best, type_and_options = len(place.parts), (kind, options)
@@ -266,7 +266,7 @@ def _is_synchronised() -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "adjtimex"):
         return True
-    # All zeros: nothing is set.
+    # A buffer of zeros sets nothing.
     state = libc.adjtimex(ctypes.create_string_buffer(TIMEX_BYTES))
     return bool(state != TIME_ERROR)
 
@@ -288,7 +288,7 @@ def server(call: CliCall) -> Finding:
 
 
 def listen_address(settings: Settings) -> Finding:
-    """Say whether the TCP address is free. Taken is no failure: it may be the server itself."""
+    """Say whether the TCP address is free. A taken one is no failure: it may be the server's own."""
     name = f"address {settings.listen}"
     host, port = Address.of(settings.listen)
     try:
