@@ -201,7 +201,7 @@ def _is_checked(info: Any, path: str) -> bool:
 
 
 def plugins(group: str = "") -> dict[str, Any]:
-    """The commands that other packages bring to one of our groups, by name; by default to none."""
+    """Other packages' commands for one of our groups, by name; without a group those beside our own."""
     commands = {each.name: _command(each) for each in entry_points(group=PLUGINS)}
     absent = {name: _absent(needed) for name, needed in LAB_COMMANDS.items() if name not in commands}
     app = typer.Typer()

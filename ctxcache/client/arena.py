@@ -46,9 +46,9 @@ Bytes = npt.NDArray[np.uint8]
 _Open = Callable[[int], AbstractContextManager[int]]
 
 LAYOUTS_KEPT = 64
-"""Layouts of sessions that are not read anew each time."""
+"""Layouts of sessions that are kept decoded."""
 RUN_BYTES = 1 << 19
-"""Bytes that are copied before they are added up, while the processor has them at hand."""
+"""Bytes that are copied before they are summed, while the processor has them at hand."""
 
 # The first page of the file begins with the arena's id: 16 random bytes that each server's start makes anew.
 _ID_BYTES = 16
@@ -67,8 +67,8 @@ class MappedArena:
         self._lock = threading.Lock()
         self._writable: Bytes | None = None
         self._ssd_files: SsdReader | None = None
-        # From here on in another thread: a server's arena may be hundreds of GiB, and the first read does not
-        # wait.
+        # Another thread goes on from here: a server's arena may be hundreds of GiB, and the first read does
+        # not wait.
         self._populating = [_populate(readable, arena, is_for_writing=False)]
 
     @property
@@ -78,7 +78,7 @@ class MappedArena:
 
     def writable(self) -> Bytes | None:
         """Map the arena for writing on first use; None where we may only read."""
-        # One lock for two threads that write first at the same moment: two mappings would double what is
+        # One lock serves two threads that write first at the same moment: two mappings would double what is
         # populated.
         with self._lock:
             if self._writable is None and self._arena.may_write:
@@ -88,7 +88,7 @@ class MappedArena:
             return self._writable
 
     def wait_populated(self, timeout_s: float) -> None:
-        """Wait until what is mapped has been populated, at most so long."""
+        """Wait until the mappings are populated, at most so long."""
         with self._lock:
             populating = list(self._populating)
         end_s = time.monotonic() + timeout_s
@@ -292,7 +292,7 @@ class SlotLayout:
         """How far rows below `row_end` of any stream reach into a slot."""
         end = self._ends_bytes.get(row_end)
         if end is None:
-            # Asked for each segment of each lease: there are no more answers than rows in a slot.
+            # Each segment of each lease asks for this: there are no more answers than rows in a slot.
             ends = (c.offset_bytes + row_end * c.row_bytes for c in self.chunks.values())
             end = max(ends, default=0)
             if row_end <= self.row_capacity:
@@ -302,7 +302,7 @@ class SlotLayout:
 
 def slot_layout(layout: Iterable[ChunkLayout]) -> SlotLayout:
     """How chunks lie in the slots of a session, as the server tells it. Raises CorruptSegment."""
-    # Sessions of a model are laid out alike: the same bytes are read once.
+    # Sessions of a model are laid out alike, so that the same bytes are read once.
     return _slot_layout(tuple([one.SerializeToString() for one in layout]))
 
 
@@ -376,7 +376,7 @@ class SlotRows:
         """Iterate over the rows of tokens `[begin, end)`, in order: where those of any stream lie."""
         for span in self._spans:
             low, high = max(begin, span.token_begin), min(end, span.token_end)
-            # Only a range that begins or ends within a span is cut.
+            # A range that begins or ends within a span cuts it. All others take it whole.
             if low == span.token_begin and high == span.token_end:
                 yield span
             elif low < high:
@@ -460,7 +460,7 @@ def spans_of_segments(segments: Iterable[SegmentLocation], begin: int, end: int)
 def _spans(runs: Iterable[tuple[int, int, int, int]], begin: int, end: int) -> list[Span]:
     spans: list[Span] = []
     token = begin
-    # The span that goes on: where its first run lies, how far the next one is, and how many there are.
+    # The growing span: where its first run lies, how far the next run is, and how many there are.
     first, stride, count, rows, token_begin = 0, 0, 0, (0, 0, 0), begin
     for offset, row_begin, row_end, row_capacity in runs:
         if not 0 <= row_begin < row_end:
@@ -483,7 +483,7 @@ def _spans(runs: Iterable[tuple[int, int, int, int]], begin: int, end: int) -> l
         token += row_end - row_begin
     if count:
         spans.append(_span(first, stride, count, rows, token_begin))
-    # Also the only check that a brief answer's runs are as many tokens as were asked for.
+    # This is the only check that a brief answer's runs are as many tokens as were asked for.
     if token != end:
         raise CorruptSegment(segment_id="?", problem=f"no location for token {token}")
     return spans
@@ -505,8 +505,8 @@ class PlacedSegment(NamedTuple):
 class PlacedSpan(NamedTuple):
     """Consecutive rows where they lie in the arena, in each stream's chunks alike.
 
-    `segments`: the segment that each run is of; None for one of which only some rows belong to the session.
-    Empty where nothing is verified.
+    `segments`: the segment of each run; None where only some of its rows belong to the session. Empty where
+    nothing is verified.
     """
 
     span: Span
@@ -544,8 +544,8 @@ class _Run(NamedTuple):
 class Verifier:
     """Verifies chunks of one lease. Used by several threads, `verify` by one.
 
-    `check` raises when the lease has ended; `recheck` has the server verify what it holds, and raises what it
-    finds.
+    `check` raises when the lease has ended. `recheck` has the server verify the lease's segments, and raises
+    what the server finds.
     """
 
     def __init__(
@@ -556,7 +556,7 @@ class Verifier:
         check: Callable[[], None],
         recheck: Callable[[], None],
     ) -> None:
-        """Raises CorruptSegment where sums do not fit what they are of."""
+        """Raises CorruptSegment where checksums do not fit their rows."""
         self._arena, self._layout = arena, layout
         self._memory = arena.data
         """The same bytes: a slice of it is made in a third of the time."""
@@ -565,7 +565,7 @@ class Verifier:
         self._segments: list[_Placed] = []
         self._runs: list[_Run] = []
         for segment in segments:
-            # Rows left on SSD are read from files, and verified there against the header of its slot.
+            # Rows left on SSD are read from files, and verified there against their slot's header.
             if segment.HasField("path_index"):
                 continue
             slot = layout.of(segment.row_capacity)
@@ -587,10 +587,12 @@ class Verifier:
                 chunk = segment.chunks[stream]
                 begin = segment.offset_bytes + chunk.offset_bytes
                 rows = memory[begin : begin + segment.token_count * chunk.row_bytes]
-                # Compared here first, of hundreds of chunks: what differs is looked at in the method.
+                # The comparison is here, since there are hundreds of chunks: a chunk that differs goes to the
+                # method.
                 if rows_checksum(rows) != segment.checksums[chunk.index]:
                     self._match(segment, stream, self._sum)
-            # Once each: a view shows what changes afterwards, and whoever must not see that copies.
+            # Each stream is verified once. A view shows later changes, and callers that must not see them
+            # copy.
             self._verified.add(stream)
 
     def copy(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
@@ -602,14 +604,14 @@ class Verifier:
         for token, row_begin, row_end, run in self._parts(begin, end):
             at = (token - begin) * row_bytes
             target, segment = flat[at : at + (row_end - row_begin) * row_bytes], run.segment
-            # Most are whole chunks that are as they must be; whatever else there is, the method does.
+            # Most parts are whole chunks that are right. The method treats all others.
             if row_begin or row_end < segment.token_count or not self._is_copied(segment, stream, target):
                 self._copy(segment, stream, row_begin, row_end, target)
 
     def segments(self, begin: int, end: int) -> Iterator[PlacedSegment | None]:
         """Iterate over the runs of tokens [begin, end), in order: the segment of each, see PlacedSpan."""
         for _, _, _, run in self._parts(begin, end):
-            # Only then can whoever copies compare the copy with the sum: a part of a chunk has none.
+            # Only a whole chunk has a sum with which a copy can be compared.
             if (run.row_begin, run.row_end) == (0, run.segment.token_count):
                 tokens = run.token_begin, run.token_begin + run.row_end
                 yield PlacedSegment(run.segment.segment_id, *tokens, run.segment.checksums)
@@ -636,7 +638,7 @@ class Verifier:
                 yield max(run.token_begin, begin), row_begin, row_end, run
 
     def _is_copied(self, segment: _Placed, stream: Stream, target: Bytes) -> bool:
-        """Copy a whole chunk; whether the copy is what it must be."""
+        """Copy a whole chunk; whether the copy has the right checksum."""
         chunk = segment.chunks[stream]
         begin = segment.offset_bytes + chunk.offset_bytes
         rows = self._arena[begin : begin + target.size]
@@ -656,13 +658,13 @@ class Verifier:
             np.copyto(target, place[row_begin * row_bytes : row_end * row_bytes])
 
     def _match(self, segment: _Placed, stream: Stream, take: Callable[[_Placed, Stream], int]) -> None:
-        """Take a whole chunk's rows and their sum, and once more where that is not what it must be."""
+        """Compare a whole chunk's sum with its writer's, and once more after the server mended the chunk."""
         expected = segment.checksums[segment.chunks[stream].index]
         if take(segment, stream) == expected:
             return
-        # A slot that was handed on under us differs too; that is no damage to the session.
+        # A slot that was handed on to another segment differs too. That is no damage to the session.
         self._check()
-        # The server looks for itself, and mends what it finds: a reader is not believed.
+        # The server verifies the segment itself, and mends what it finds: a reader is not believed.
         self._recheck()
         if take(segment, stream) != expected:
             self._check()
@@ -708,13 +710,12 @@ def _token_begin(run: _Run) -> int:
     return run.token_begin
 
 
-# Memory is not trusted: whatever is copied is compared with a sum of its writer's, or gets one. To add up
-# what was just copied, a run at a time, costs a sixth of the copy, and half of it where the run is added up
-# first.
+# Memory is not trusted: every copy is compared with its writer's sum, or gets one. Summing a run right after
+# its copy costs a sixth of the copy, and half of it when the sum comes first.
 def copied(target: Bytes, source: Bytes, *, of_target: bool = False) -> int:
     """Copy contiguous bytes, [n]; returns the XXH3-64 of those read, or, `of_target`, of those written."""
     if source.size <= RUN_BYTES:
-        # The copy first: what it read from memory, and wrote, is in the cache when it is added up.
+        # The copy comes first: what it read from memory, and wrote, is in the cache when it is summed.
         np.copyto(target, source)
         return rows_checksum((target if of_target else source).data)
     hasher = xxh3_64()

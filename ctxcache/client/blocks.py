@@ -4,8 +4,7 @@
     load     lease ──► bytes copied and compared in one pass ──► released
 
 On the server's host bytes are written and read in the arena, and only keys and places go over the control
-socket; otherwise bytes travel by gRPC. Thread-safe. Worst case: one deadline per call, and a put or load of
-much is several calls, each of which is done or not.
+Worst case: one deadline per call. A put or load of much is several calls, each of which is done or not.
 """
 
 import math
@@ -44,29 +43,31 @@ from ctxcache.v1.arena_pb2 import (
 )
 from ctxcache.wire.frames import LENGTH_DELIMITED, varint
 
-# Bounds of a call: the server's own on keys and parts, and on bytes so much that one call holds no more than
-# an eighth of the arena, since what is held cannot be given up for others.
+# Bounds of a call: on keys and parts the server's own, on bytes an eighth of the arena, since held bytes
+# cannot be given up for others.
 KEYS_PER_CALL = 4096
 PARTS_PER_CALL = 4096
 BYTES_PER_CALL = 64 << 20
 """Bytes of blocks that are held at a time, and never more than a part of the arena."""
 ARENA_SHARE = 8
-"""One such part."""
+"""One call holds no more than the arena divided by this."""
 MESSAGE_BYTES = 1 << 20
 MOST_BLOCK_BYTES = 16 << 20
 _NS_PER_S = 10**9
 SPACES_KEPT = 64
-"""Spaces whose messages are not made anew each time."""
+"""Spaces whose messages are kept ready."""
 ANSWERS_KEPT, REMEMBERED_BYTES = 256, 512
-"""Answers that are not read anew each time, and the longest such one: blocks of an engine have few sizes,
-and of a prompt the first ones are there."""
+"""Answers that are kept decoded, and the longest such one.
+
+Blocks of an engine have few sizes, and the first ones of a prompt are mostly there.
+"""
 KEY_BYTES = 32
 # A look-up is the call that an engine makes most, once for each request that it schedules. Its message is put
 # together from bytes made before:
 #
 #     | tag LookupBlocks, length | space (made once per space) | tag, 32 | key | tag, 32 | key | …
 #
-# An answer of the same bytes is the same answer, so that small ones are remembered decoded.
+# Answers of the same bytes are the same, so that small ones are kept decoded.
 _LOOKUP = bytes((Operation.LOOKUP_BLOCKS_FIELD_NUMBER << 3 | LENGTH_DELIMITED,))
 """The beginning of a look-up as an operation, before its length."""
 _KEY = bytes((block_pb2.LookupBlocksRequest.KEYS_FIELD_NUMBER << 3 | LENGTH_DELIMITED, KEY_BYTES))
@@ -75,7 +76,7 @@ _STATES: dict[int, LookupState] = {state.value: state for state in LookupState}
 
 
 class _New(NamedTuple):
-    """A block to be put: the bytes of the parts that are ours, and the sizes of all its parts."""
+    """A block to be put: the bytes of this caller's parts, and the sizes of all its parts."""
 
     key: bytes
     parent: bytes
@@ -103,7 +104,7 @@ class BlockCalls:
                 answers += _found(self._wire.call(self._wire.blocks.LookupBlocks, asked))
                 continue
             encoded = attachment.stream.ask(_LOOKUP + varint(len(request)) + request)
-            # `__wrapped__` is the function without its memory: long answers would fill it, and hardly come
+            # `__wrapped__` is the function without its cache: long answers would fill it, and hardly come
             # again.
             read = _answer if len(encoded) <= REMEMBERED_BYTES else _answer.__wrapped__
             answer = read(encoded)
@@ -115,11 +116,11 @@ class BlockCalls:
     def look_up_and_hold(
         self, space: BlockSpace, keys: Sequence[bytes], *, ttl_s: float = 60
     ) -> tuple[list[FoundBlock], list[Hold]]:
-        """As `look_up`; besides, what of it is in DRAM is held there for `ttl_s`, at most 300.
+        """As `look_up`. Besides, blocks in DRAM are held there for `ttl_s`, at most 300.
 
-        Nothing is brought and nothing is waited for: as many are held, the first ones first, as leave half of
-        what this client may lease free, and none where the store is elsewhere. What is held counts as an
-        access, and ends with this connection: release it with `release_soon`. Raises InvalidArgument.
+        Nothing is brought to DRAM and nothing is waited for. The first blocks are held, as many as leave half
+        of what this client may lease free, and none where the store is elsewhere. A held block counts as
+        accessed. The hold ends with this connection: release it with `release_soon`. Raises InvalidArgument.
         """
         attachment = self._routes.attach()
         if attachment is None:
@@ -129,7 +130,7 @@ class BlockCalls:
         except CacheError:
             raise
         except BaseException:
-            # A signal's: what is held may be in an answer that nobody has.
+            # After a signal the hold may be in an answer that nobody has.
             attachment.stream.close()
             raise
 
@@ -157,10 +158,10 @@ class BlockCalls:
     ) -> int:
         """Put the blocks that are absent, in the order given; returns how many this call wrote.
 
-        `parents`: of some of them, the key of the block that they continue. `parts`: numbers of the space's
-        parts that are given, by default all; then `part_bytes` are the sizes of all of them. `ttl_s`: how
-        long a block is kept after its last access. Raises InvalidArgument, CapacityExceeded, TooManyRequests,
-        TierFailure; blocks before the one that failed may be there.
+        `parents`: of some of the blocks, the key of the block that they continue. `parts`: numbers of the
+        space's parts that are given, by default all; then `part_bytes` are the sizes of all of them. `ttl_s`:
+        how long a block is kept after its last access. Raises InvalidArgument, CapacityExceeded,
+        TooManyRequests, TierFailure; blocks before the failed one may be there.
         """
         numbers = list(parts) or list(range(len(space.parts)))
         if part_bytes and len(part_bytes) != len(space.parts):
@@ -237,16 +238,15 @@ class BlockCalls:
         writing: Writing = nullcontext,
         past_dram: bool = False,
     ) -> list[list[Array] | None]:
-        """The bytes of each block, by part; None for one that is not there. Verified. Counts as an access.
+        """The bytes of each block, by part; None where no block is there. Verified. Counts as an access.
 
         `into`: for each key, arrays for the bytes of its parts, of any shape and strides, writable buffers,
         `MemoryRows` or `Scattered`, whose arrays are returned in their order; by default new ones are made.
-        `writing`: entered around the copy of each block, by whoever may take `into` back meanwhile; an error
-        that it raises ends the load, and writes no more. `past_dram`: what lies on SSD alone is read from the
-        server's files where this process can, and comes to DRAM only when it is read again: for a caller that
-        is a cache itself.
-        Raises InvalidArgument (one has another size),
-        CapacityExceeded, TooManyRequests, TierFailure.
+        `writing`: entered around the copy of each block, by a caller that may take `into` back meanwhile; an
+        error that it raises ends the load, and writes no more. `past_dram`: blocks on SSD alone are read from
+        the server's files where this process can, and come to DRAM only when they are read again: for a
+        caller that is a cache itself. Raises InvalidArgument (a block has another size), CapacityExceeded,
+        TooManyRequests, TierFailure.
         """
         if into is not None and len(into) != len(keys):
             raise InvalidArgument(field="into", problem=f"{len(keys)} expected")
@@ -257,8 +257,8 @@ class BlockCalls:
         most_count = max(PARTS_PER_CALL // max(len(space.parts), 1), 1)
         attachment = self._routes.attach()
         most_bytes = self._most_bytes(attachment)
-        # Held only as long as it takes to move them: a part of the keys at a time, as many as the bound
-        # allows. The first one says how large blocks are, if `into` does not.
+        # Blocks are held only while they are moved: a part of the keys at a time, as many as the bound
+        # allows. The first block tells the size, if `into` does not.
         count = 1
         for target in targets[:1]:
             if target is not None:
@@ -273,7 +273,8 @@ class BlockCalls:
                 )
             blocks += loaded
             sizes = [sum(array.nbytes for array in parts) for parts in loaded if parts]
-            # By the largest block seen; while none was found, sizes stay unknown and the steps double.
+            # The largest block seen gives the number. While no block was there, sizes stay unknown and the
+            # steps double.
             count = max(most_bytes // max(sizes), 1) if sizes else 2 * count
         return blocks
 
@@ -282,9 +283,9 @@ class BlockCalls:
     ) -> "LeasedBlocks":
         """Hold blocks in DRAM for `ttl_s`, at most 300; a context manager. Counts as an access.
 
-        `outlives_client`: it does not end with this connection, for another client that has its token. Raises
-        InvalidArgument (also where this process cannot map the arena), CapacityExceeded, TooManyRequests,
-        TierFailure.
+        `outlives_client`: the lease does not end with this connection, for another client that has its token.
+        Raises InvalidArgument (also where this process cannot map the arena), CapacityExceeded,
+        TooManyRequests, TierFailure.
         """
         request = block_pb2.LeaseBlocksRequest(
             space=_space(space), keys=keys, ttl=_duration(ttl_s), outlives_connection=outlives_client
@@ -313,10 +314,10 @@ class BlockCalls:
         return count
 
     def subscribe(self, space: BlockSpace) -> "BlockSubscription":
-        """Hear of every block that is there, and of what becomes of them: a context manager, to be iterated.
+        """Hear of every block that is there, and of later changes: a context manager, to be iterated.
 
         Counts as no access. Iterating waits for news, and raises InvalidArgument, TooManyRequests, Draining,
-        Unavailable; whoever subscribes anew hears of every block again.
+        Unavailable. A new subscription hears of every block again.
         """
         request = block_pb2.SubscribeBlocksRequest(space=_space(space))
         with self._wire.errors():
@@ -334,7 +335,7 @@ class BlockCalls:
         return attachment
 
     def _most_bytes(self, attachment: ArenaAttachment | None) -> int:
-        """Bytes of blocks that one call has the store hold: room for a stream is taken at once, too."""
+        """Bytes of blocks that one call has the store hold. Room for a stream is taken at once, too."""
         if attachment is not None:
             arena_bytes = attachment.arena.readable.size
         else:
@@ -357,7 +358,7 @@ class BlockCalls:
         request = block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys)
         request.leave_on_ssd = past_dram and attachment.arena.ssd_files().is_open
         loaded = self._load_some(request, targets, attachment, writing)
-        # Rows that differ are asked for once more, and the server then verifies what it has first.
+        # Blocks that differ are asked for once more. The server then verifies what it has first.
         bad = [i for i, block in enumerate(loaded) if block is _BAD]
         if bad:
             some_bad, places_bad = [keys[i] for i in bad], [targets[i] for i in bad]
@@ -374,14 +375,14 @@ class BlockCalls:
         attachment: ArenaAttachment,
         writing: Writing,
     ) -> list[list[Array] | None]:
-        """The loaded parts of each; `_BAD` for what was not what its writer said."""
+        """The loaded parts of each block; `_BAD` for one that is not what its writer said."""
         with _leased(attachment, request) as leased:
             loaded = []
             for i, target in enumerate(targets):
                 with writing():
                     loaded.append(leased.copied(i, target, is_verified=self._routes.is_verified))
             self._read_left(leased, targets, attachment.arena, loaded, writing)
-            # Behind the copies: bytes copied after the lease's end may be another block's.
+            # The check comes after the copies: bytes copied after the lease's end may be another block's.
             if any(loaded):
                 leased.check()
         return loaded
@@ -394,13 +395,14 @@ class BlockCalls:
         loaded: list[list[Array] | None],
         writing: Writing,
     ) -> None:
-        """Read what a lease left on SSD, side by side. Raises DeadlineExceeded."""
+        """Read the blocks that a lease left on SSD, side by side. Raises DeadlineExceeded."""
         left = leased.left_on_ssd()
         if not left:
             return
         lock, is_over = threading.Lock(), False
 
-        # A read of a device that hangs cannot be called back. It ends some day, and must not write then.
+        # A read of a device that hangs cannot be called back. It may end at any time, and must not write
+        # then.
         @contextmanager
         def in_time() -> Iterator[None]:
             with lock:
@@ -409,7 +411,7 @@ class BlockCalls:
                 with writing():
                     yield
 
-        # All sizes are looked at before the first byte is read.
+        # All sizes are checked before the first byte is read.
         places = {i: _place(targets[i], block.part_bytes) for i, block in left}
 
         def read(number: int, block: block_pb2.BlockLocation) -> None:
@@ -467,7 +469,7 @@ class BlockCalls:
         request = block_pb2.ReadBlocksRequest(
             blocks=block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys)
         )
-        # A size that is not known before the answer counts for 16 MiB: a deadline, not a limit.
+        # A block of unknown size counts for 16 MiB: this is a deadline, not a limit.
         size_bytes = sum(
             MOST_BLOCK_BYTES if target is None else sum(one.nbytes for one in target) for target in targets
         )
@@ -482,7 +484,7 @@ class BlockCalls:
 
 
 class HoldingLookUp:
-    """A look-up under way, whose first keys were sent. To be waited for, or given up, by one thread."""
+    """A look-up under way, whose first keys were sent. One thread waits for it, or gives it up."""
 
     def __init__(self, stream: AccessStream, space: BlockSpace, keys: Sequence[bytes], ttl_s: float) -> None:
         self._stream, self._space = stream, space
@@ -514,7 +516,7 @@ class HoldingLookUp:
         return True
 
     def give_up(self) -> None:
-        """Wait for nothing more, and let go of what is held."""
+        """Wait for no more answers, and end the holds."""
         begun, self._begun = self._begun, None
         if begun is not None:
             begun.give_up()
@@ -524,7 +526,7 @@ class HoldingLookUp:
     def _begin(self) -> None:
         self._begun = None
         if self._parts:
-            # Encoded messages one behind the other are one message.
+            # Encoded messages in a row are one message.
             request = _lookup(self._space, self._parts.pop(0)) + self._hold
             self._sent = ClockPair.now()
             self._begun = self._stream.begin(_LOOKUP + varint(len(request)) + request)
@@ -547,7 +549,7 @@ class BlockSubscription:
         self._is_closed = False
 
     def __iter__(self) -> Iterator[BlockNews]:
-        """Wait for news. Ends when it is closed; raises when the server ends it."""
+        """Wait for news. Ends when the subscription is closed; raises when the server ends it."""
         try:
             with self._wire.errors():
                 for message in self._call:
@@ -557,7 +559,7 @@ class BlockSubscription:
                 raise
 
     def close(self) -> None:
-        """Hear of nothing more."""
+        """End the subscription."""
         self._is_closed = True
         self._call.cancel()
 
@@ -571,14 +573,14 @@ class BlockSubscription:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-        # Here and not in `close`, which any thread may call: a call is drawn by one thread.
+        # The call is drawn here and not in `close`, which any thread may call: one thread draws a call.
         draw_end(self._call)
 
 
 class LeasedBlocks:
-    """Blocks held in DRAM; what of them is looked at may be read until `release`. A context manager.
+    """Blocks held in DRAM, which may be read until `release`. A context manager.
 
-    `token` names the lease for other connections of the tenant, 16 bytes; empty where nothing is held.
+    `token` names the lease for other connections of the tenant, 16 bytes; empty where no block is held.
     """
 
     def __init__(self, attachment: ArenaAttachment, lease: block_pb2.BlockLease, hold: Hold) -> None:
@@ -592,7 +594,7 @@ class LeasedBlocks:
         return len(self._blocks)
 
     def parts(self, number: int) -> list[Bytes] | None:
-        """The parts of the key of that number where they lie, not verified; None for one that is not there.
+        """The parts of the key of that number where they lie, not verified; None where no block is there.
 
         Valid while `check` raises nothing.
         """
@@ -608,9 +610,9 @@ class LeasedBlocks:
     def copy(
         self, number: int, into: BlockData | None = None, *, is_verified: bool = True
     ) -> list[Array] | None:
-        """Copy a block's parts out, to new arrays by default; None for one that is not there.
+        """Copy a block's parts out, to new arrays by default; None for a block that is not there.
 
-        An empty list for one whose bytes are not what its writer said. `check` afterwards. Raises
+        An empty list for a block whose bytes are not what its writer said. Call `check` afterwards. Raises
         InvalidArgument.
         """
         parts = None if into is None else parts_of(into, "into", is_written=True)
@@ -629,7 +631,7 @@ class LeasedBlocks:
         return [array for target in targets for array in target.arrays]
 
     def left_on_ssd(self) -> list[tuple[int, block_pb2.BlockLocation]]:
-        """Those that were left there, by the number of their keys."""
+        """The blocks that were left on SSD, by the number of their keys."""
         return [(i, block) for i, block in enumerate(self._blocks) if block.HasField("path_index")]
 
     def check(self) -> None:
@@ -665,7 +667,7 @@ def _place(into: list[PartMemory] | None, sizes: Sequence[int]) -> list[PartMemo
 
 
 def _leased(attachment: ArenaAttachment, request: block_pb2.LeaseBlocksRequest) -> LeasedBlocks:
-    # One that another client may hold too, by its token, is ended by `release` alone.
+    # `release` alone ends a lease that another client may hold too, by its token.
     is_own = not (request.token or request.outlives_connection)
 
     def hold_of(sent: ClockPair, result: OperationResult) -> Hold:
@@ -682,7 +684,7 @@ def _hold(
     *,
     is_own: bool = True,
 ) -> Hold:
-    """The hold of a lease's token; `sent` is when the request for it was."""
+    """The hold of a lease's token. `sent` is the time of the request for it."""
     release = Operation(release_blocks=block_pb2.ReleaseBlocksRequest(token=lease.token))
     ended = partial(LeaseNotFound, lease_id=lease.token.hex())
     deadline_ns = sent.deadline_ns(lease.expire_time)
@@ -719,7 +721,7 @@ def _put_in_place(
         if commit.parts:
             stream.carry_out(Operation(commit_blocks=commit))
     except Exception:
-        # Committed parts are no reservations any more: there is nothing to release.
+        # Committed parts are no reservations any more: nothing has to be released.
         stream.send(
             Operation(release_reservation=ReleaseReservation(reservation_id=room.reservation_id))
             for room in rooms
@@ -727,7 +729,7 @@ def _put_in_place(
         )
         raise
     except BaseException:
-        # A signal's: the rooms may be in an answer that nobody has.
+        # After a signal the rooms may be in an answer that nobody has.
         stream.close()
         raise
     return sum(room.reservation_id != 0 for room in rooms)
@@ -743,7 +745,7 @@ def _received(
     first = next(messages, None)
     if first is None or not first.HasField("header"):
         raise CacheError("the read does not start with a header")
-    # The list is made of the sizes in the header, so the bytes that come later are put where they belong.
+    # The sizes in the header make the list, so that later bytes are put where they belong.
     blocks: list[list[Bytes] | None] = []
     for sizes, target in zip(first.header.blocks, targets, strict=True):
         if target is not None and sizes.part_bytes:
@@ -784,7 +786,7 @@ def _new(
     if len(memory) != len(numbers):
         raise InvalidArgument(field="blocks", problem=f"{len(memory)} parts given, {len(numbers)} expected")
     if part_bytes is None:
-        # All parts, in the order in which they are named.
+        # The answer has all parts, in the order in which they are named.
         by_number = {number: part.nbytes for number, part in zip(numbers, memory, strict=True)}
         return _New(key, parent, memory, [by_number[number] for number in sorted(by_number)])
     check_sizes(memory, [part_bytes[number] for number in numbers])
@@ -816,7 +818,7 @@ def _duration(seconds: float) -> Duration:
     try:
         whole, ns = divmod(round(seconds * _NS_PER_S), _NS_PER_S)
         return Duration(seconds=whole, nanos=ns)
-    # Of NaN, of infinity, and of more seconds than a message holds.
+    # The number of seconds is NaN, infinite, or more than a message holds.
     except (ValueError, OverflowError) as error:
         raise InvalidArgument(field="ttl", problem=f"{seconds} s is no duration") from error
 
@@ -836,14 +838,14 @@ def _news(message: block_pb2.BlockNews) -> BlockNews:
 
 def _found(answer: block_pb2.LookupBlocksResponse) -> list[FoundBlock]:
     facts = zip(answer.states, answer.size_bytes, answer.are_in_dram, strict=True)
-    # Most of them are alike.
+    # Most facts are alike.
     made = {one: FoundBlock(_STATES[one[0]], *one[1:]) for one in {*facts}}
     return list(map(made.__getitem__, zip(answer.states, answer.size_bytes, answer.are_in_dram, strict=True)))
 
 
 @lru_cache(ANSWERS_KEPT)
 def _answer(encoded: bytes) -> list[FoundBlock] | OperationError:
-    """The blocks of an encoded look-up's answer. Not to be changed: other callers get the same list."""
+    """The blocks of an encoded answer. The list must not be changed: other callers get the same one."""
     [result] = AccessResponse.FromString(encoded).results
     return result.error if result.HasField("error") else _found(result.found_blocks)
 

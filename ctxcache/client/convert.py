@@ -140,8 +140,7 @@ def _range_from_wire(item: model_pb2.StreamRange) -> StreamRange:
     return StreamRange(kind, item.layer_begin, item.layer_end)
 
 
-# Streams that are alike become ranges of layers: a model has two or three ranges instead of hundreds of
-# names.
+# Like streams become ranges of layers: a model has two or three ranges instead of hundreds of names.
 def _specs_to_wire(specs: Iterable[StreamSpec]) -> Iterator[model_pb2.StreamSpec]:
     alike: dict[tuple[int, DType], list[Stream]] = {}
     for stream, row_bytes, dtype in specs:
@@ -168,7 +167,7 @@ def _field(message: Message, field: Any) -> Any:
     value = getattr(message, field.name)
     if field.is_repeated:
         return [_value(item, field) for item in value]
-    # Before the value: an unset field reads as 0, and must be null.
+    # Presence is checked before the value: an unset field reads as 0, and must be null.
     if field.has_presence and not message.HasField(field.name):
         return None
     return _value(value, field)

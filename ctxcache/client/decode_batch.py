@@ -2,8 +2,8 @@
 
     write, stream by stream ──► a step's rows, token by token ──► added up, put to their slots ──► committed
 
-Room is reserved for many steps at once. Not thread-safe. Worst case: a session fails, by itself; its
-lane is left out from then on, and the others go on.
+Room is reserved for many steps at once. Not thread-safe. Worst case: a session fails. Its lane is left out
+from then on, and the others go on.
 """
 
 import math
@@ -105,7 +105,8 @@ class DecodeBatch(Closing):
         self._steps_left = 0
         self._deadline_ns = self._renew_ns = 0
         self._written: set[Stream] = set()
-        # A step's rows, token by token: what the checksums of a commit are made of, and then put in place.
+        # A step's rows, token by token: the checksums of a commit are made of them, and then they are put in
+        # place.
         self._tokens = np.empty((count, sum(spec.row_bytes for spec in self._specs.values())), np.uint8)
         self._columns: dict[Stream, slice] = {}
         self._known: dict[Stream, npt.NDArray[np.generic]] = {}
@@ -114,12 +115,12 @@ class DecodeBatch(Closing):
         for stream, spec in self._specs.items():
             self._columns[stream] = slice(begin, begin + spec.row_bytes)
             begin += spec.row_bytes
-        # Behind the rest: the finalizer looks at it.
+        # This comes last: the finalizer looks at it.
         self._lanes: Numbers = np.arange(count)
         sent = ClockPair.now()
         first = self._reserves()
         for session, operation in zip(sessions, first, strict=True):
-            # One that was made anew may have as many tokens.
+            # A session that was made anew may have as many tokens.
             operation.reserve.if_generation_match = session.generation
         try:
             self._take_reservations(self._stream.call(first), sent)
@@ -140,7 +141,7 @@ class DecodeBatch(Closing):
         back.
         """
         place = self._known.get(stream)
-        # The usual case: an array like the step's before, of which everything was looked at.
+        # Usually the array is like that of the step before, of which everything was checked.
         is_like = place is not None and place.dtype is rows.dtype and place.shape == rows.shape
         if place is None or not is_like or not rows.flags.c_contiguous:
             place, rows = self._checked(stream, rows)
@@ -162,7 +163,8 @@ class DecodeBatch(Closing):
         self._put()
         # A batch that decodes slowly renews its room when half of the room's time is over.
         is_last = self._steps_left == 1 or time.monotonic_ns() >= self._renew_ns
-        # Ahead of the answer, as the message needs the new counts; a lane that failed is set back by one.
+        # The counts move before the answer, as the message needs the new ones. A failed lane goes back by
+        # one.
         self.token_counts[self._lanes] += 1
         commit = CommitReservations(
             reservation_ids=self._reservation_ids[self._lanes].tolist(),
@@ -201,19 +203,19 @@ class DecodeBatch(Closing):
             raise
 
     def __del__(self) -> None:
-        # A signal may come before the `with` that would end it.
-        # One whose constructor failed early has no lanes.
+        # A signal may come before the `with` that would end the batch. A batch whose constructor failed early
+        # has no lanes.
         lanes = getattr(self, "_lanes", None)
         if lanes is not None and len(lanes):
             give_back(self._stream, self._releases(lanes.tolist()))
 
     def _end_if_interrupted(self, error: BaseException) -> None:
-        """End the way after a signal: reservations may be in an answer that nobody has."""
+        """Close the connection after a signal: reservations may be in an answer that nobody has."""
         if not isinstance(error, Exception):
             self._stream.close()
 
     def _release(self, lanes: Sequence[int]) -> None:
-        """Give lanes' reservations back, without waiting; those that have ended are nobody's loss."""
+        """Give lanes' reservations back, without waiting. Those that have ended are no error."""
         self._stream.send(self._releases(lanes))
 
     def _releases(self, lanes: Sequence[int]) -> list[Operation]:
@@ -231,9 +233,9 @@ class DecodeBatch(Closing):
             raise InvalidArgument(
                 field="rows", problem=f"{len(view)} rows of {stream} for {self.session_count} lanes"
             )
-        # numpy copies types that others add element by element: those go as bytes each time.
+        # numpy copies types of other libraries element by element: those go as bytes each time.
         if rows.dtype.isbuiltin == 1:
-            # No copy: the bytes of a row lie one behind the other.
+            # This is no copy, since the bytes of a row lie one behind the other.
             self._known[stream] = place.view(rows.dtype).reshape(rows.shape)
         return place, view
 
@@ -246,7 +248,7 @@ class DecodeBatch(Closing):
             # Slots and chunks begin on page boundaries, so every row does on a multiple of this.
             unit = math.gcd(ALIGN_BYTES, row_bytes)
             count = row_bytes // unit
-            # Indexed in units that every row is whole multiples of: one scatter moves rows of any size.
+            # The index is in units that divide every row: one scatter moves rows of any size.
             first = ((slots + rows * row_bytes)[:, None] + offsets_bytes) // unit
             places = first if count == 1 else first[:, :, None] + np.arange(count)
             self._arena.reshape(-1, unit)[places] = tokens[:, columns].reshape(*places.shape, unit)
@@ -295,9 +297,10 @@ class DecodeBatch(Closing):
         for failed in answer.failures:
             lane = int(self._lanes[failed.index])
             self.failures[lane] = self._stream.error_of(failed.error)
-            # A session with a generation is visible, and less durable than was asked for.
+            # A session with a generation in its failure has the token, and is less durable than was asked
+            # for.
             self.token_counts[lane] -= not generations[failed.index]
-        # A lane that failed is left out, and its room would block the session's next writer.
+        # A failed lane is left out. Its room would block the session's next writer.
         self._release([int(self._lanes[failed.index]) for failed in answer.failures])
         self.generations[self._lanes] = np.where(generations > 0, generations, self.generations[self._lanes])
 
@@ -315,12 +318,12 @@ class DecodeBatch(Closing):
             for lane in self._lanes.tolist()
         ]
 
-    # Failures by lane, never of the batch: a full tenant must not stop the other sessions.
+    # A failure is a lane's, never the batch's: a full tenant must not stop the other sessions.
     def _take_reservations(self, results: Sequence[OperationResult], sent: ClockPair) -> None:
         try:
             self._take_each(results, sent)
         except BaseException:
-            # All room of the answer goes back: a batch whose constructor failed is nobody's to close.
+            # All room of the answer goes back: nobody closes a batch whose constructor failed.
             self._lanes = self._lanes[:0]
             self._stream.send(
                 Operation(
@@ -339,11 +342,12 @@ class DecodeBatch(Closing):
                 continue
             made = result.reservation
             if lane in self.failures:
-                # Its commit failed: nothing of it belongs at the place that was reserved.
+                # The lane's commit failed: none of its rows belong at the reserved place.
                 release = ReleaseReservation(reservation_id=made.reservation_id)
                 self._stream.send([Operation(release_reservation=release)])
                 continue
-            # Lanes are of one layout, but each session's is checked: it may have been deleted and made anew.
+            # All lanes have one layout, but each session's is checked: it may have been deleted and made
+            # anew.
             layout = self._layouts.get_or_make(made.session_uid, partial(slot_layout, made.layout))
             layout.check(self._sessions[lane].name, self._specs)
             self._alike = self._alike or self._alike_of(layout)
@@ -351,7 +355,7 @@ class DecodeBatch(Closing):
             self._runs[lane] = iter(_checked(made.runs, layout, self._arena.size))
             self._next_run(lane)
             deadlines_ns.append(sent.deadline_ns(made.expire_time))
-        # The first one's: the server may have waited for room before the others.
+        # The earliest deadline counts: the server may have waited for room before the others.
         self._deadline_ns = min(deadlines_ns, default=self._deadline_ns)
         self._lanes = self._without_failed()
         self._steps_left = self._room_tokens
@@ -370,7 +374,7 @@ def _check_alike(model: CallerModel, sessions: Sequence[SessionInfo]) -> None:
             )
 
 
-# The slots are written without bounds checks from here on: what is outside the arena is refused once.
+# The slots are written without bounds checks from here on: places outside the arena are refused here.
 def _checked(runs: Runs, layout: SlotLayout, arena_bytes: int) -> list[tuple[int, int, int]]:
     if runs.row_capacity:
         raise CorruptSegment(segment_id="?", problem="its room is in segments that were not asked for")

@@ -21,16 +21,15 @@ class ModelCalls:
         self._wire = wire
 
     def register(self, spec: ModelSpec, probe: ModelProbe | None = None) -> CallerModel:
-        """Register a model, or find it registered already; what is returned names it in calls that move rows.
+        """Register a model, or find it registered already. The answer names it in calls that move rows.
 
-        `probe`: what it makes of a few tokens. The first one that is sent is kept, all others are compared
-        with it.
-        Raises ModelFingerprintMismatch where another model has its id, ModelProbeMismatch.
+        `probe`: the model's values for a few tokens. The store keeps the first probe, and compares all others
+        with it. Raises ModelFingerprintMismatch where another model has its id, ModelProbeMismatch.
         """
         own = CallerModel(spec)
         request = model_pb2.RegisterModelRequest(model=model_to_wire(spec, probe))
         registered = self._wire.call(self._wire.models.RegisterModel, request)
-        # Compared with the model as this process describes it: a server of another version may read it
+        # The model is compared as this process describes it: a server of another version may read it
         # otherwise.
         own.check(registered.name, registered.fingerprint)
         kept = probe_from_wire(registered)

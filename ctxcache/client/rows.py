@@ -83,7 +83,7 @@ class SessionRows(Closing):
     @cached_property
     def session(self) -> SessionInfo:
         """The session as it is read."""
-        # Made when asked for: most readers want the rows alone.
+        # The facts are made when asked for: most readers want the rows alone.
         return read_session_info(self._told)
 
     @property
@@ -134,7 +134,7 @@ class SessionRows(Closing):
         self._check_out(whole, stream)
         begin = 0
         for rows in pieces:
-            # Not by slice assignment of memoryviews, which would hold the GIL.
+            # A slice assignment of memoryviews would hold the GIL.
             np.copyto(whole[begin : begin + len(rows)], rows)
             begin += len(rows)
         self.check()
@@ -242,11 +242,12 @@ class SsdSlot:
         files.check_place(location.path_index, location.offset_bytes, align(size_bytes))
 
     def chunk(self, stream: Stream) -> StoredChunk:
-        """Where a stream's rows lie and what they must be.
+        """Where a stream's rows lie, and their checksum.
 
         Raises CorruptSegment, TierFailure, KeyError, what `check` raises.
         """
-        # Read with the first chunk: a lease on many segments of which few are read costs no reads of headers.
+        # The header is read with the first chunk: a lease on many segments of which few are read costs no
+        # reads.
         if not self._checksums:
             self._checksums = self._read_header()
         chunk = self._layout.chunks[stream]
@@ -266,7 +267,7 @@ class SsdSlot:
         return self._bad(f"{stream} does not match its checksum")
 
     def _bad(self, problem: str) -> CorruptSegment:
-        # A slot that was handed on under us differs too.
+        # A slot that was handed on to another segment differs too.
         self._check()
         return CorruptSegment(segment_id=self._location.segment_id, problem=problem)
 
@@ -288,7 +289,7 @@ class SsdSlot:
             raise self._bad("its header has another layout")
         return header.checksums
 
-    # Offsets are computed on both sides; a header that was written under another layout shows it here.
+    # Both sides compute offsets. A header that was written under another layout shows it here.
     def _is_laid_out(self, header: SegmentHeader) -> bool:
         layout: SegmentLayout = header.layout
         laid_out = [
@@ -317,16 +318,16 @@ class FileRun(NamedTuple):
 
     @property
     def token_end(self) -> int:
-        """One past its last token."""
+        """One past the run's last token."""
         return self.token_begin + self.row_end - self.row_begin
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all the rows of a chunk on SSD."""
+        """Whether the run has all rows of a chunk on SSD."""
         return self.slot is not None and (self.row_begin, self.row_end) == (0, self.slot.token_count)
 
     def cut(self, begin: int, end: int) -> "FileRun":
-        """The part of it that is tokens [begin, end)."""
+        """The part of the run that is tokens [begin, end)."""
         low, high = max(begin, self.token_begin), min(end, self.token_end)
         row = self.row_begin - self.token_begin
         return self._replace(row_begin=row + low, row_end=row + high, token_begin=low)
@@ -379,9 +380,8 @@ class FiledRows(SessionRows):
     def copy(self, stream: Stream, run: FileRun, into: Bytes) -> None:
         """Copy a run's rows into [n, row_bytes], contiguous, and verify those that come from a file.
 
-        Straight into it where it begins on a page, and is a whole chunk of whole pages. Raises
-        CorruptSegment, TierFailure,
-        LeaseNotFound, InvalidArgument for a stream that is not read.
+        The rows go straight into a place that begins on a page, and is a whole chunk of whole pages. Raises
+        CorruptSegment, TierFailure, LeaseNotFound, InvalidArgument for a stream that is not read.
         """
         self._check_stream(stream)
         if run.slot is None:
@@ -484,8 +484,8 @@ class FiledRows(SessionRows):
 
     def _bounce(self, size_bytes: int) -> memoryview:
         """This thread's own memory."""
-        # Kept from copy to copy, as large as the largest chunk so far: fresh memory costs a page fault per
-        # page.
+        # The memory is kept from copy to copy, as large as the largest chunk so far: fresh memory costs a
+        # page fault per page.
         held: memoryview | None = getattr(self._bounces, "memory", None)
         if held is None or held.nbytes < size_bytes:
             held = self._bounces.memory = aligned(size_bytes)
@@ -651,7 +651,7 @@ def lease_rows(
 
     Raises CapacityExceeded when the rows do not fit into the arena, and what a read raises.
     """
-    # A brief answer has runs of rows alone; checksums and places on SSD come only with whole segments.
+    # A brief answer has runs of rows alone. Checksums and places on SSD come only with whole segments.
     request.is_brief = not (is_verified or request.leave_on_ssd)
     stream = attachment.stream
     result, hold = acquire(stream, Operation(acquire_lease=request), partial(_hold, stream))
@@ -664,8 +664,7 @@ def lease_rows(
         if is_verified:
             recheck = partial(_recheck, stream, lease.lease_id)
             verifier = Verifier(arena, layout, lease.segments, hold.check, recheck)
-        # One class for leases that are wholly in the arena, whose long runs are few views, another for mixed
-        # ones.
+        # Leases that lie wholly in the arena have a class of their own, whose long runs are few views.
         if any(segment.HasField("path_index") for segment in lease.segments):
             return FiledRows(arena, attachment.arena.ssd_files(), layout, hold, lease, streams, verifier)
         if lease.segments:
@@ -675,7 +674,7 @@ def lease_rows(
         slots = SlotRows(arena, layout, spans)
         return LeasedRows(slots, hold, lease, streams, verifier)
     except BaseException:
-        # Not waited for: the error that is on its way says more.
+        # The release is not waited for: the error that is on its way says more.
         hold.release_soon()
         raise
 

@@ -32,7 +32,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One that is open. Closed with its last reference, so that no number is used again under a read."""
+    """An open file. It closes with its last reference, so that no number is used again under a read."""
 
     path: str
     size_bytes: int
@@ -40,7 +40,7 @@ class _File:
 
 
 class SsdReader:
-    """All of them or none: `is_open`, and if not `problem` says why."""
+    """All files or none: `is_open`, and if not `problem` says why."""
 
     def __init__(self, files: Sequence[tuple[str, int]]) -> None:
         """Open each of (path, size in bytes) for reading."""
@@ -54,17 +54,17 @@ class SsdReader:
             except OSError as error:
                 self.problem = f"{path}: {error.strerror}"
                 self._files.clear()
-                # All or none: places are given by the index of a file, and a gap would shift them.
+                # A place names its file by index, and a gap would shift the indexes.
                 return
 
     @property
     def is_open(self) -> bool:
-        """Whether they can be read."""
+        """Whether the files can be read."""
         return not self.problem
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Where they are, in the server's order; none where they are not open."""
+        """Paths of the files, in the server's order; none where they are not open."""
         return tuple(file.path for file in self._files)
 
     def read(self, path_index: int, offset_bytes: int, into: memoryview) -> None:
@@ -90,12 +90,12 @@ class SsdReader:
             for read in reads:
                 read()
             return
-        # The first read is this thread's own: it would only wait otherwise.
+        # The first read is this thread's own, which would only wait otherwise.
         begun = [self._threads.submit(read) for read in reads[1:]]
         try:
             reads[0]()
         finally:
-            # All of them, even after an error: they write to memory that the caller may let go.
+            # All reads are waited for, even after an error: they write to memory that the caller may free.
             wait(begun)
         for each in begun:
             each.result()
@@ -103,7 +103,7 @@ class SsdReader:
     def spread_within(self, reads: Sequence[Callable[[], None]], timeout_s: float) -> bool:
         """Carry out reads side by side; whether all have ended in time, or raise the first one's error.
 
-        One that has not may end at any time later: it must not write to what the caller lets go.
+        A read that has not ended may end at any time later: it must not write to what the caller frees.
         """
         begun = [self._threads.submit(read) for read in reads]
         ended, left = wait(begun, timeout_s)
@@ -151,14 +151,14 @@ class _ReadThreads:
 
     def __init__(self, count: int) -> None:
         self._queue: _Reads = SimpleQueue()
-        # Not executors: those have the end of the process wait until each of their threads has ended.
+        # Executors would have the end of the process wait until each of their threads has ended.
         for number in range(count):
             name = f"ctxcache-ssd_{number}"
             threading.Thread(target=_read_on, args=(self._queue,), name=name, daemon=True).start()
         finalize(self, _end_threads, self._queue, count).atexit = False
 
     def submit(self, read: Callable[[], None]) -> Future[None]:
-        """Have a thread carry it out."""
+        """Have a thread carry out a read."""
         future: Future[None] = Future()
         self._queue.put((future, read))
         return future
@@ -178,7 +178,7 @@ def _read_on(queue: _Reads) -> None:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-        # Or the last one's memory would live until the next comes.
+        # The last read's memory would else live until the next read comes.
         del future, read
 
 

@@ -187,7 +187,7 @@ class BlockNews:
 
     changes: tuple[BlockChange, ...]
     is_current: bool
-    """Whether nothing more was to be told: from the first such news on all blocks are known."""
+    """Whether this was the last of the first news: from then on all blocks are known."""
 
 
 class CallerModel:
