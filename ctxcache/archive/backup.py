@@ -2,9 +2,9 @@
 
 Each session is as it was durable at one moment of the backup. No slot is held while bytes are on their way to
 the client: one segment at a time is held while it is read, so that a slow client keeps no room from others.
-Sessions that went meanwhile are not in it; of a session that was truncated meanwhile the rest is. A growing
-tail is read first, while no flush may write it elsewhere. Worst case: a session that is cut faster than it is
-copied is left out, and counted.
+Sessions that went meanwhile are not in it. Of a session that was truncated meanwhile the rest is in it. A
+growing tail is read first, while no flush may write it elsewhere. Worst case: a session that is cut faster
+than it is copied is left out, and counted.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ from ctxcache.storage.metadata.base import SessionRecord
 
 MESSAGE_BYTES = 2 << 20
 AT_ONCE_BYTES = 1 << 20
-"""So many bytes are made without a turn for others in between, and gathered for a message."""
+"""Bytes that are made without a turn for others in between, and gathered for a message."""
 ROWS_LIMIT_BYTES = PAYLOAD_LIMIT_BYTES - STRETCH.size
 """Rows of one frame: all of a segment, unless its tokens are wider than those of any known model."""
 PASSES = 64
-"""How often a session may lose segments before they were copied."""
+"""Copies of a session that are tried, while it loses segments before they are copied."""
 
 
 Part = tuple[int, int]
@@ -82,7 +82,7 @@ class Backup:
     async def run(self, created_by: str) -> AsyncGenerator[tuple[bytes, Copied]]:
         """Yield the archive's bytes in order, and how far it is.
 
-        Raises TooManyRequests (one is under way), TierFailure.
+        Raises TooManyRequests (a backup is under way), TierFailure.
         """
         if self._is_running:
             raise TooManyRequests(what="backups", limit=1)
@@ -125,7 +125,7 @@ class _Backup:
         self.copied = Copied(cache.ledger.session_count, sum(cache.ledger.below.used_bytes_by_path))
 
     def take(self, *, at_least: int = 0) -> Iterator[bytes]:
-        """The bytes made so far, in pieces for messages; nothing while it is less than that."""
+        """The bytes made so far, in pieces for messages. Nothing while there are fewer than `at_least`."""
         if self._made_bytes >= at_least:
             data = b"".join(self._made)
             self._made, self._made_bytes = [], 0
@@ -134,10 +134,9 @@ class _Backup:
 
     async def steps(self, created_by: str) -> AsyncGenerator[None]:
         """Make one part of the archive after the other."""
-        # Sessions that come later are left to the next backup: nothing that was copied as shared grows behind
-        # its copy.
-        # Uids and not sessions: one that ends meanwhile is skipped, and its name may be another one's by
-        # then.
+        # Sessions that come later are left to the next backup: no segment that was copied as shared grows
+        # behind its copy. Uids name the sessions: one that ends meanwhile is skipped, and its name may be
+        # another one's by then.
         uids = self._state.ledger.uids()
         crash_count = self._state.least_generation >> GENERATION_BITS
         self._add(MADE, Origin(created_by, crash_count).encode())
@@ -158,7 +157,7 @@ class _Backup:
         for _ in range(PASSES):
             captured = await self._capture(uid, done)
             if captured is None:
-                # Gone or expired: a backup is of what is there, and nobody misses it.
+                # The session is gone or expired, and nobody misses it.
                 return
             self._add(SESSION, captured.described.encode(captured.model_number))
             for stretch in captured.stretches:
@@ -173,7 +172,7 @@ class _Backup:
                     self._memory = _room(self._memory, stretch.segment)
                     read = await self._read(stretch.segment, stretch.row_count, self._memory)
                     if read is None:
-                        # The session changed: what it is now begins with rows that are in the archive by now.
+                        # The session changed. Its new state begins with rows that are in the archive by now.
                         self._add(VOID)
                         yield
                         break
@@ -190,7 +189,7 @@ class _Backup:
 
     async def _capture(self, uid: bytes, done: InArchive) -> "_Captured | None":
         """A session's state on SSD now; None when the session is gone."""
-        # Among many small sessions, too, others have their turn.
+        # Others have their turn among many small sessions, too.
         await asyncio.sleep(0)
         session = self._state.ledger.get(uid)
         if session is None:
@@ -219,7 +218,7 @@ class _Backup:
         return captured
 
     def _by_wall_clock(self, record: SessionRecord) -> SessionRecord:
-        """Another store begins with the wall clock's time."""
+        """Turn a record's times into those of the wall clock, by which another store begins."""
         ahead_ns = self._state.clock.wall_ahead_ns()
         return replace(
             record,
@@ -229,30 +228,32 @@ class _Backup:
         )
 
     async def _read(self, segment: Segment, row_count: int, memory: memoryview) -> memoryview | None:
-        """Read a segment, to that memory or another; None when it is no longer there, or has more rows.
+        """Read a segment, to that memory or another; None when it is gone from SSD, or has more rows.
 
         Raises TierFailure.
         """
-        # A tail that grew has another count of rows: what was captured is not what lies there now.
+        # A tail that grew has another row count: it is not what was captured.
         if not segment.is_listed or not segment.durable or segment.durable_row_count != row_count:
             return None
-        # Held for one reading: eviction and truncation give slots back, and the next writer would have it.
+        # The segment is held for one reading: eviction and truncation give slots back, and a writer would get
+        # it.
         self._state.ledger.held(segment, is_past=True)
         try:
             image, _ = await self._mending.image(segment, memory)
         except CorruptSegment:
-            # Only where it is the same segment as it was: one that moved meanwhile is not damaged.
+            # Only the segment as it was captured can be damaged: one that moved meanwhile is not.
             if segment.durable and segment.durable_row_count == row_count:
                 await self._mending.quarantine({segment})
             return None
         finally:
             self._state.ledger.released(segment, is_past=True)
-        # Looked at once more behind the reading, which waited for a device.
+        # The row count is checked again, since the reading waited for a device.
         return image if segment.durable_row_count == row_count else None
 
     def _number(self, stretch: "_OnSsd", done: InArchive) -> int | None:
         """The frame that has these rows; None when there is none yet."""
-        # Both kinds end with the session's copy or with the backup: shared rows live longer than one session.
+        # `done` ends with the session's copy, `_shared` with the backup: shared rows live longer than a
+        # session.
         for known in (done, self._shared):
             number, row_count = known.get(stretch.part, (0, 0))
             if row_count == stretch.row_count:
@@ -296,12 +297,12 @@ class _OnSsd:
 
     @property
     def begin(self) -> int:
-        """The first position."""
+        """The stretch's first position."""
         return self.segment.begin + self.row_begin
 
     @property
     def part(self) -> Part:
-        """Which rows of which segment."""
+        """The stretch's segment, and the first row."""
         return self.segment.segment_id, self.row_begin
 
 
@@ -355,7 +356,7 @@ def _stretches(listed: Sequence[Segment], described: ArchivedSession) -> Iterato
 
 
 def _room(memory: memoryview, segment: Segment) -> memoryview:
-    """Page-aligned memory that takes a segment: this one, where it is large enough."""
+    """Page-aligned memory that takes a segment: `memory`, where it is large enough."""
     size_bytes = segment.layout.size_bytes
     return memory if len(memory) >= size_bytes else memoryview(mmap.mmap(-1, size_bytes))
 

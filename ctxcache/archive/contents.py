@@ -1,7 +1,7 @@
 """The contents of an archive, origin, models and sessions: as facts, as bytes and back.
 
-And an import's options, and the outcome of each session. Knows no file and no store. Worst case: bytes that
-describe none of these, which is a ValueError that says why.
+The module also has an import's options, and the outcome of each session. It knows no file and no store. Worst
+case: bytes that describe none of these, which is a ValueError that says why.
 """
 
 import enum
@@ -42,7 +42,7 @@ from ctxcache.format.streams import (
 #     VOID   empty
 #     END    | whole sessions 8 | their tokens 8 |
 STRETCH = struct.Struct("<qq")
-"""First position and count of tokens; of ROWS and SAME. Rows follow, or the number of a frame."""
+"""First position and token count of ROWS and SAME. Rows follow, or the number of a frame."""
 FRAME_NUMBER = struct.Struct("<Q")
 TOTALS = struct.Struct("<qq")
 """Whole sessions in the file, and their tokens."""
@@ -151,22 +151,22 @@ class ArchivedSession:
 
     @cached_property
     def specs(self) -> tuple[StreamSpec, ...]:
-        """Its streams in storage order."""
+        """The session's streams, in storage order."""
         return self.model.spec.resolve(self.layout)
 
     @property
     def whole_token_count(self) -> int:
-        """How many of its first tokens were computed with all tokens before them."""
+        """How many of the first tokens were computed with all tokens before them."""
         return ranges.whole_count(self.live)
 
     @property
     def is_cut(self) -> bool:
-        """Whether some of its tokens were computed with tokens that were dropped."""
+        """Whether some tokens were computed with tokens that were dropped."""
         return self.whole_token_count < self.token_count
 
     @cached_property
     def token_count(self) -> int:
-        """Its live tokens."""
+        """The number of live tokens."""
         return ranges.count(self.live)
 
     @cached_property
@@ -176,7 +176,7 @@ class ArchivedSession:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all rows of its tokens."""
+        """Bytes of all rows of the live tokens."""
         return self.token_count * self.token_bytes
 
 
@@ -191,7 +191,7 @@ def decode_origin(payload: bytes) -> Origin:
 def decode_archived_model(payload: bytes) -> ArchivedModel:
     """Read the payload of MODL. Raises ValueError."""
     create_time_ns, *sizes = _MODEL.unpack(_head(payload, _MODEL))
-    # The sizes must make up the payload to the byte: what fits by less is damage.
+    # The sizes must make up the payload to the byte: a rest is damage.
     tenant, model_id, encoded, probe = _split(payload, _MODEL.size, sizes)
     if create_time_ns < 0 or not len(tenant) <= _TENANT_LIMIT_BYTES:
         raise ValueError("its time or its tenant is none of a model")
@@ -225,7 +225,7 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
     name, streams, live, salt, contents = _split(payload, _SESSION.size, sizes)
     session = ArchivedSession(
         session_id=_matching(SESSION_ID, name),
-        # Models before sessions: a number that is not there yet is no model of this file.
+        # Models come before sessions: a number that is not there yet is no model of this file.
         model=models[model_number],
         layout=tuple(Stream(layer, StateKind(kind)) for layer, kind in _STREAM.iter_unpack(streams)),
         uid=uid,
@@ -252,7 +252,7 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
 def _check_live(found: ArchivedSession) -> None:
     ends = [0, *chain.from_iterable(found.live), found.log_end]
     is_ascending = all(low <= high for low, high in pairwise(ends))
-    # Ranges that touch would be one: the same tokens are written in one way only.
+    # Touching ranges would be one range: the same tokens are written in one way only.
     if not is_ascending or any(low == high for low, high in pairwise(ends[1:-1])):
         raise ValueError("its tokens are not in order")
 
@@ -260,7 +260,7 @@ def _check_live(found: ArchivedSession) -> None:
 def _check_contents(session: ArchivedSession) -> None:
     if len(session.salt) > SALT_LIMIT_BYTES:
         raise ValueError(f"its salt has {len(session.salt)} bytes")
-    # In the one form that `contents_within` gives: nothing behind the first drop.
+    # Contents have the one form that `contents_within` gives: nothing behind the first drop.
     is_canonical = contents_within(session.contents, 0, session.whole_token_count) == session.contents
     is_apart = all(one.end <= other.begin for one, other in pairwise(session.contents))
     if not (is_canonical and is_apart) or len(session.contents) > CONTENTS_LIMIT:
@@ -318,12 +318,12 @@ ENDS_ALL = (
 
 
 class ArchiveStatus(enum.StrEnum):
-    """How it went."""
+    """The status of a session after the export or import."""
 
     EXPORTED = "exported"
     IMPORTED = "imported"
     SKIPPED = "skipped"
-    """On purpose: `error` says what was found."""
+    """The session was passed over as asked: `error` says what was there."""
     FAILED = "failed"
     """The session was not imported; `error` says why."""
     WHOLE = "whole"
@@ -334,7 +334,7 @@ class ArchiveStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ArchiveOutcome:
-    """The outcome of one session. `target` is its name where it went; counts are of what is there."""
+    """The outcome of one session. `target` is its name at the destination; counts are of what is there."""
 
     session: str
     target: str
@@ -356,7 +356,7 @@ class OnConflict(enum.StrEnum):
 class ImportWishes:
     """The sessions to import, and how. `names` maps ids in the file to new ids.
 
-    `only` those ids, all where it is empty.
+    Only sessions of the ids in `only` are imported, all where it is empty.
     """
 
     on_conflict: OnConflict = OnConflict.FAIL
@@ -365,13 +365,13 @@ class ImportWishes:
     tenant: str | None = None
     """The tenant whose sessions are read from the file; None where the file has those of one tenant alone."""
     ttl_s: float | None = None
-    """For all of them, in the place of their own expiry."""
+    """The expiry for all sessions, in the place of their own."""
     keeps_pins: bool = False
 
     def target(self, session_id: str) -> str:
-        """The id to import it by."""
+        """The id under which a session is imported."""
         return self.names.get(session_id, session_id)
 
     def wants(self, tenant: str, session_id: str) -> bool:
-        """Whether to import it."""
+        """Whether a session is to be imported."""
         return self.tenant in (None, tenant) and (not self.only or session_id in self.only)

@@ -53,7 +53,7 @@ Step = Callable[[str, int, int], None]
 LEAST_JUMP, JUMPS = 1 << 16, 1 << 20
 """Crashes that a restored store seems to have had more than its source.
 
-Two of the same backup differ as well.
+Two stores of the same backup differ as well.
 """
 _MADE_HERE = {DEVICE, SEGMENTS, f"{DEVICE}.partial"}
 _MAY_PRECEDE = {"lost+found"}
@@ -115,16 +115,16 @@ class _Plan:
     segment_count: int = 0
     segment_bytes: int = 0
     keyed: dict[int, tuple[ArchivedSession, int]] = field(default_factory=dict)
-    """By segment: the session whose tokens give it its keys, and the segment that is before it there, or 0.
+    """The session that gives a segment its keys, by segment id, and the previous segment there, or 0.
 
-    Of several that list it, the one with the most first tokens of which none was dropped.
+    Of several sessions that list the segment, it is the one with the most whole tokens.
     """
 
     def add(self, session: ArchivedSession, stretches: Iterable[Stretch], layout: SegmentLayout) -> None:
-        """Take a session. Rows that an earlier one brought are shared with it."""
+        """Take a session. It shares rows that an earlier session brought."""
         laid = [segment for stretch in stretches for segment in self._segments(session, stretch, layout)]
         listed = [segment.segment_id for segment in laid]
-        # Only segments of whole tokens have keys; the first one behind a drop ends the chain.
+        # Only segments of whole tokens have keys. The first segment behind a drop ends the chain.
         for previous, segment in pairwise([None, *laid]):
             if segment is None or segment.begin >= session.whole_token_count:
                 break
@@ -161,14 +161,15 @@ class _Plan:
         known = self.segments.setdefault(stretch.number, {})
         row_end = 0
         while stretch.begin + row_end < stretch.end:
-            # By the frame's rows, whatever of them a session has: sessions that share a frame share segments.
+            # The cuts follow the frame's rows, whatever of them a session has: sessions of a frame share
+            # segments.
             row, left_count = row_end, stretch.row_count - row_end
             segment_layout = layout.filled_by(left_count, LONG_SLOT_BYTES)
             row_end += min(segment_layout.segment_tokens, left_count)
             begin = stretch.begin + row
             if not ranges.clip(session.live, begin, min(stretch.begin + row_end, stretch.end)):
                 continue
-            # By row of the frame: two sessions that share it must name the same segment.
+            # The frame's row is the key: two sessions that share the frame must name the same segment.
             if row not in known:
                 self.segment_count += 1
                 self.segment_bytes += segment_layout.size_bytes
@@ -177,10 +178,10 @@ class _Plan:
 
 
 class _Chain(NamedTuple):
-    """A segment's keys, of which the first is of the tokens up to `first`; and what goes on behind them.
+    """A segment's keys, of which the first is of the tokens up to `first`, and what continues them.
 
-    `parent` is the last key, or the one before the segment; `rest` the ids of tokens that fill no 64, which
-    end at `end`.
+    `parent` is the last key, or the one before the segment. `rest` has the ids of the tokens behind the last
+    64, which end at `end`.
     """
 
     keys: tuple[bytes, ...]
@@ -190,7 +191,7 @@ class _Chain(NamedTuple):
     end: int
 
     def at(self, position: int) -> tuple[bytes, bytes] | None:
-        """The parent of what goes on there, and the ids between; None where that is not known."""
+        """The parent of the keys from `position` on, and the ids in between; None where that is not known."""
         if position == self.end:
             return self.parent, self.rest
         number, rest = divmod(position - self.first, BLOCK_TOKENS)
@@ -198,9 +199,9 @@ class _Chain(NamedTuple):
 
 
 def _chain(segment: _Laid, plan: _Plan, chains: Mapping[int, _Chain], rows: Rows) -> _Chain | None:
-    """The keys of a segment's tokens; None where what comes before them is not known, or was dropped.
+    """The keys of a segment's tokens; None where the tokens before them are not known, or were dropped.
 
-    As `core/prefix/keys.py` and the server make them: nothing but what is found by tokens depends on it.
+    The keys are those of `core/prefix/keys.py` and the server. Only the search by tokens depends on them.
     """
     session, previous_id = plan.keyed.get(segment.segment_id, (segment.session, 0))
     end = min(segment.begin + segment.row_count, session.whole_token_count)
@@ -209,7 +210,7 @@ def _chain(segment: _Laid, plan: _Plan, chains: Mapping[int, _Chain], rows: Rows
     previous = chains.get(previous_id)
     before = (NO_PARENT, b"") if not segment.begin else previous.at(segment.begin) if previous else None
     if before is None:
-        # A chain that is not known is no error: such tokens are not found by their ids, and all else works.
+        # An unknown chain is no error: such tokens are not found by their ids, and all else works.
         return None
     parent, rest = before
     token_ids = rest + rows[TOKENS][segment.row_begin : segment.row_begin + end - segment.begin].tobytes()
@@ -222,7 +223,7 @@ def _chain(segment: _Laid, plan: _Plan, chains: Mapping[int, _Chain], rows: Rows
 
 
 def look(source: Source, *, now_ns: int, step: Step) -> Restored:
-    """Verify an archive; what it would bring now. Raises FileDamaged, FormatTooNew, FileUnusable."""
+    """Verify an archive, and tell what it would bring now. Raises FileDamaged, FormatTooNew, FileUnusable."""
     contents = _survey(source, step)
     return _restored(contents, _plan(contents, now_ns))
 
@@ -309,16 +310,16 @@ def _restored(contents: ArchiveContents, plan: _Plan) -> Restored:
 
 
 def _crash_count(contents: ArchiveContents) -> int:
-    """At least that of the store it comes from: generations begin with it."""
+    """The crash count is at least that of the archive's store: generations begin with it."""
     highest = max((session.generation for session, _ in contents.sessions), default=0)
     return max(contents.origin.crash_count, highest >> records.GENERATION_BITS)
 
 
 def _empty(path: Path, instance_id: str) -> None:
-    """Make an SSD directory, or empty one that this was begun with. Raises DataDirectoryUnusable, OSError."""
+    """Make an SSD directory, or empty one of an earlier try. Raises DataDirectoryUnusable, OSError."""
     claim_directory(path)
     entries = {entry.name for entry in path.iterdir()} - _MAY_PRECEDE
-    # An empty directory, one begun by this very command, or one whose owner is not written down yet.
+    # The directory is empty, or this command began it, or its owner is not written down yet.
     is_ours = instance_id_of(path) == instance_id or entries <= {f"{DEVICE}.partial"}
     if entries - _MADE_HERE or not is_ours:
         problem = f"it is not empty ({min(entries)} is in it): name a new one"
@@ -337,12 +338,12 @@ def _places(
     left, ends, slots = list(room), [0] * len(directories), {}
     for segment in laid:
         size_bytes = segment.layout.size_bytes
-        # Onto the path with the most room left: the files fill alike.
+        # Each segment goes onto the path with the most room left, so that the files fill alike.
         number = max(range(len(left)), key=left.__getitem__)
         slots[segment.segment_id] = Slot(number, ends[number], size_bytes)
         ends[number] += size_bytes
         left[number] -= size_bytes
-    # Looked at only at the end: any negative one is a store that does not fit.
+    # The end tells: any path below 0 means that the store does not fit.
     if min(left) < 0:
         raise CapacityExceeded(
             tier="SSD", needed_bytes=sum(ends), free_bytes=sum(room), limit_bytes=sum(room)
@@ -362,12 +363,13 @@ def _files(directories: Sequence[Path], file_bytes: Sequence[int]) -> Iterator[l
             opened.callback(os.close, fds[-1])
             # A server with another data directory must not take the file meanwhile.
             fcntl.flock(fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Allocated, not sparse: a write into a full filesystem would fail in the middle of serving.
+            # The blocks are allocated: a write to a sparse file on a full filesystem would fail in the middle
+            # of serving.
             os.posix_fallocate(fds[-1], 0, size_bytes)
         yield fds
         for fd, directory in zip(fds, directories, strict=True):
             os.fsync(fd)
-            # The reading back is to come from the device.
+            # The pages are dropped, so that the bytes are read back from the device.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             sync_directory(directory)
 
@@ -378,7 +380,7 @@ def _write(
     chains: dict[int, _Chain] = {}
     os.lseek(source.fd, 0, os.SEEK_SET)
     reader = ArchiveFrameReader(source)
-    # The file was verified once already; what is read now must be the same one.
+    # The file was verified once already. It must be the same file now.
     if reader.file_id != file_id:
         raise reader.damage("another archive took its place while it was read")
     for frame in reader.frames():
@@ -429,7 +431,7 @@ def _write_all(fd: int, data: bytearray, offset_bytes: int) -> None:
 def _check(directories: Sequence[Path], record: SegmentRecord) -> None:
     path = directories[record.slot.path_index] / SEGMENTS
     found = header_at(path, record.slot.offset_bytes)
-    # Header and chunks as a server would read them at its start.
+    # Header and chunks are read as by a server's start.
     if not (found and found.header_checksum == record.header_checksum and is_whole(path, found)):
         problem = f"{path} gives back other bytes than were written"
         raise CorruptSegment(segment_id=record.segment_id, problem=problem)

@@ -84,7 +84,7 @@ class SessionInFile:
         self._stretches, self._again = stretches, again
 
     def stretches(self) -> Iterator[Stretch]:
-        """Iterate over where its rows are, once."""
+        """Iterate over the places of its rows, once."""
         for stretch, _ in self._steps():
             yield stretch
 
@@ -102,7 +102,7 @@ class SessionInFile:
             yield {stream: _picked(part, live, stretch.begin) for stream, part in whole.items()}
 
     def _steps(self) -> Iterator[tuple[Stretch, memoryview | None]]:
-        # One void step, at the end if at all, and never handed out.
+        # A void step comes at the end, if at all, and is never handed out.
         for step in self._stretches:
             if step is None:
                 self.is_void = True
@@ -111,7 +111,7 @@ class SessionInFile:
 
 
 class ArchiveReader:
-    """Reads a file from its begin. Everything raises FileDamaged, FormatTooNew, FileUnusable."""
+    """Reads a file from its beginning. Every method raises FileDamaged, FormatTooNew, FileUnusable."""
 
     def __init__(self, source: Source) -> None:
         self._reader = ArchiveFrameReader(source)
@@ -144,7 +144,7 @@ class ArchiveReader:
         return self._reader.begin_time_ns
 
     def sessions(self) -> Iterator[SessionInFile]:
-        """Iterate over the sessions; what is left of one is passed over. The file is whole when this ends."""
+        """Iterate over the sessions, passing over unread rows. The file is whole when this ends."""
         names: set[tuple[str, str]] = set()
         token_count = 0
         for frame in self._frames:
@@ -152,15 +152,14 @@ class ArchiveReader:
                 self._add_model(frame)
                 continue
             if frame.tag == END:
-                # Both counts: a file that lost a whole session, frames and all, still has an END of more.
+                # Both counts must be right: a file that lost a whole session still has an END with more.
                 is_size_right = len(frame.payload) == TOTALS.size
                 if not is_size_right or TOTALS.unpack(frame.payload) != (len(names), token_count):
                     raise self._damage("its end counts other sessions than are in it")
                 return
             session = self._begin(frame)
             yield session
-            # Rows of this session that were not read are passed over: frames come in one order
-            # only.
+            # Unread rows of this session are passed over: frames come in one order only.
             for _ in session.stretches():
                 pass
             if not session.is_void:
@@ -189,8 +188,8 @@ class ArchiveReader:
         return SessionInFile(described, self._stretches(described), self._again)
 
     def _stretches(self, described: ArchivedSession) -> Iterator[tuple[Stretch, memoryview | None] | None]:
-        """Where its rows are, and the rows where they follow here; None for a session that was given up."""
-        # Up to the last live position; positions that were dropped have no rows.
+        """The places of a session's rows, with rows that follow here; None where the session is given up."""
+        # The rows end at the last live position. Dropped positions have no rows.
         at, end = 0, described.live[-1][1] if described.live else 0
         while at < end:
             frame = next(self._frames)
@@ -204,7 +203,7 @@ class ArchiveReader:
                     f"rows of {described.session_id} from position {at} are expected at byte {frame.begin}"
                 )
                 raise self._damage(problem)
-            # Only places are kept, never rows.
+            # Only the places of rows are kept, never rows.
             if is_new and not self._reader.is_pipe:
                 self._kept[stretch.number] = _Kept(
                     frame.begin, described.model, described.layout, stretch.begin, stretch.row_count
@@ -213,7 +212,7 @@ class ArchiveReader:
             at = stretch.end
 
     def _stretch(self, described: ArchivedSession, frame: ArchiveFrame) -> Stretch | None:
-        """The stretch that a frame says; None where it says none."""
+        """The stretch that a frame describes; None where it describes none."""
         if len(frame.payload) < STRETCH.size:
             return None
         begin, count = STRETCH.unpack_from(frame.payload)
@@ -223,11 +222,11 @@ class ArchiveReader:
         if frame.tag != SAME or len(frame.payload) != STRETCH.size + FRAME_NUMBER.size:
             return None
         (number,) = FRAME_NUMBER.unpack_from(frame.payload, STRETCH.size)
-        # Raises the refusal that says so: no place is kept for a pipe.
+        # `again` raises the refusal for a pipe, of which no place is kept.
         if self._reader.is_pipe:
             self._reader.again(number, 0)
         kept = self._kept.get(number)
-        # The same rows mean the same model, streams and position; anything else is a frame of other rows.
+        # The same rows mean the same model, streams and position. Any other frame is one of other rows.
         is_it = kept and (kept.model, kept.layout, kept.begin) == (described.model, described.layout, begin)
         return Stretch(number, begin, begin + count, kept.row_count) if kept and is_it else None
 
@@ -262,7 +261,7 @@ class ArchiveContents:
 
 
 def survey(source: Source, step: Callable[[int], None]) -> ArchiveContents:
-    """Verify all of a file and say what is in it. `step` hears how many bytes more have been read.
+    """Verify all of a file and return its contents. `step` hears how many bytes more have been read.
 
     Raises as ArchiveReader does.
     """

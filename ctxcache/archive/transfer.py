@@ -68,11 +68,11 @@ from ctxcache.format.streams import contents_within
 ROWS_BYTES = 16 << 20
 ATTEMPTS = 3
 CHANGED = (GenerationMismatch, ModelFingerprintMismatch, LeaseNotFound)
-"""Errors of a read of a session that is no longer what it was."""
+"""Errors of a read whose session has changed."""
 
 
 def receive(pieces: Iterable[bytes], fd: int, path: str) -> int:
-    """Write a whole file that comes in pieces, and read it back unless `fd` is a pipe; how many bytes it has.
+    """Write a whole file that comes in pieces; returns its size in bytes. Reads it back, but for a pipe.
 
     Raises FileFull, FileUnusable, FileDamaged, and what `pieces` raises.
     """
@@ -80,7 +80,7 @@ def receive(pieces: Iterable[bytes], fd: int, path: str) -> int:
     for piece in pieces:
         write_all(fd, path, piece)
         size_bytes += len(piece)
-    # A pipe cannot be read back; whoever is at its end verifies what comes.
+    # A pipe cannot be read back. Whoever is at its end verifies the bytes.
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return size_bytes
     with refusals_of_file(path):
@@ -111,7 +111,7 @@ class Exporter:
         self._room = np.empty(0, np.uint8)
 
     def export(self, names: Iterable[str]) -> Iterator[ArchiveOutcome]:
-        """Write sessions and the end of the file; what became of each. Raises what ends all."""
+        """Write sessions and the end of the file. Yields each one's outcome. Raises errors that end all."""
         self._writer.write(MADE, Origin(f"ctxcache {version('ctxcache')}").encode())
         session_count = token_count = 0
         for name in names:
@@ -127,8 +127,8 @@ class Exporter:
             try:
                 session = self._client.sessions.get(name)
                 number, model = self._model(session)
-                # A session of the same name that came meanwhile has a uid of its own; the generation alone
-                # may be the same.
+                # A session of the same name that came meanwhile has a uid of its own. Its generation may be
+                # the same.
                 described = _describe(session, model)
                 self._write(session, described, number)
             except CHANGED as error:
@@ -147,7 +147,7 @@ class Exporter:
             name, name, ArchiveStatus.SKIPPED if is_fine else ArchiveStatus.FAILED, error=failure
         )
 
-    # Written before the session that names it, whatever comes of that session.
+    # The model is written before its first session, whatever becomes of that session.
     def _model(self, session: SessionInfo) -> tuple[int, ArchivedModel]:
         """The session's model and its number in the file, which has it from now on."""
         key = session.model, session.model_fingerprint
@@ -166,7 +166,7 @@ class Exporter:
         try:
             while begin < described.token_count:
                 whole_count = described.whole_token_count
-                # A frame of rows is of positions that follow one another.
+                # The positions of a frame follow one another.
                 end = whole_count if begin < whole_count else described.token_count
                 count = min(stretch, end - begin)
                 rows = self._rows(session, described, begin, begin + count)
@@ -178,7 +178,7 @@ class Exporter:
         except ENDS_ALL:
             raise
         except CacheError:
-            # The file goes on behind it.
+            # The file goes on behind the void session.
             self._writer.write(VOID)
             self._step(session.name, -begin, -begin * token_bytes)
             raise
@@ -190,7 +190,7 @@ class Exporter:
         with self._client.sessions.open(session, model).read(
             begin=begin, end=end, if_generation_match=session.generation
         ) as rows:
-            # Another session of the same name may have come as far.
+            # Another session of the same name may have as many tokens.
             if rows.session.uid != session.uid:
                 raise GenerationMismatch(f"{session.name} is another session by now")
             at = 0
@@ -209,14 +209,14 @@ class Exporter:
 
 def tokens_at_a_time(token_bytes: int) -> int:
     """How many tokens go into one frame: whole segments, where one fits."""
-    # Whole segments, so that an import and the layout of a new store cut at the same places.
+    # Frames are whole segments, so that an import and the layout of a new store cut at the same places.
     count = ROWS_BYTES // token_bytes
     return count - count % SEGMENT_TOKENS if count >= SEGMENT_TOKENS else max(1, count)
 
 
 def _describe(session: SessionInfo, model: ArchivedModel) -> ArchivedSession:
-    # The API numbers live tokens alone, so their indexes are the positions here; where some were dropped, one
-    # position is left out.
+    # The API numbers live tokens alone, so that their indexes are the positions here. Where tokens were
+    # dropped, one position is left out.
     whole_count, count = session.whole_token_count, session.token_count
     is_cut = whole_count < count
     live = tuple(found for found in ((0, whole_count), (whole_count + 1, count + 1)) if found[0] < found[1])
@@ -244,9 +244,9 @@ UNFINISHED = "importing-"
 UNFINISHED_TTL_S = 120.0
 SHORTEST_LIFE_S = 60.0
 SYNC_BYTES = 128 << 20
-"""So many bytes at a time are made durable.
+"""Bytes that are made durable at a time.
 
-The rest, at the end, takes less than the unfinished session lives.
+The rest, at the end, takes less time than the unfinished session lives.
 """
 GATHERED_BYTES = 1 << 20
 _NS_PER_S = 10**9
@@ -276,7 +276,7 @@ class Importer:
         self._tenant = wishes.tenant
 
     def take(self, sessions: Iterator[SessionInFile]) -> Iterator[ArchiveOutcome]:
-        """Import what is wanted; what became of each, an error that ends all among them."""
+        """Import the wanted sessions. Yields the outcome of each, an error that ends all among them."""
         try:
             for session in sessions:
                 described = session.described
@@ -285,7 +285,7 @@ class Importer:
                 self._check_tenant(described)
                 outcome = self._one(session)
                 if not isinstance(outcome.error, ENDS_ALL):
-                    # Whether the session is void is said behind its last rows.
+                    # Whether the session is void stands behind its last rows.
                     for _ in session.stretches():
                         pass
                 if not session.is_void:
@@ -296,7 +296,7 @@ class Importer:
             yield ArchiveOutcome("", "", ArchiveStatus.FAILED, error=error)
 
     def _check_tenant(self, described: ArchivedSession) -> None:
-        """Two tenants may have sessions of one name: all that is imported is of one tenant."""
+        """Check that all imported sessions are of one tenant: two tenants may have sessions of one name."""
         tenant = described.model.tenant
         self._tenant = tenant if self._tenant is None else self._tenant
         if tenant != self._tenant:
@@ -314,7 +314,7 @@ class Importer:
                 return ArchiveOutcome(
                     source, name, ArchiveStatus.SKIPPED if is_fine else ArchiveStatus.FAILED, error=error
                 )
-            # An import that is refused midway deletes what it made; the name that was asked for is untouched.
+            # An import that is refused midway deletes its unfinished session. The asked name is untouched.
             self._bring(session, target, before)
         except CacheError as error:
             return ArchiveOutcome(source, name, ArchiveStatus.FAILED, error=error)
@@ -334,7 +334,7 @@ class Importer:
                 if is_pinned:
                     self._client.sessions.open(f"sessions/{target}").update(is_pinned=True)
         finally:
-            # The failure before counts, and a session that cannot be deleted expires.
+            # The earlier error counts, and a session that cannot be deleted expires.
             with suppress(CacheError):
                 self._client.sessions.open(unfinished.name).delete()
 
@@ -348,7 +348,7 @@ class Importer:
             is_pinned=is_pinned,
             salt=described.salt,
         )
-        # As many as the store makes by itself, where it had one.
+        # A session with one copy gets as many as the store makes by itself.
         copies = described.copies if described.copies > 1 else 0
         try:
             return create(copies=copies).info
@@ -368,8 +368,8 @@ class Importer:
         for rows in _gathered(_with_gap(archived.rows(), cut)):
             before = session.token_count
             size_bytes = sum(part.nbytes for part in rows.values())
-            # By bytes rather than by session: a long session would otherwise be flushed at its end, for
-            # longer than it lives.
+            # The bytes decide, not the session: a long session would else be flushed at its end, for longer
+            # than it lives.
             unsynced_bytes += size_bytes
             is_synced = unsynced_bytes >= SYNC_BYTES
             try:
@@ -395,8 +395,7 @@ class Importer:
         self, filled: SessionInfo, described: ArchivedSession, target: str, before: SessionInfo | None
     ) -> None:
         if before is not None:
-            # A session that has changed meanwhile is kept: its new tokens were not there when it was to be
-            # replaced.
+            # A session that has changed meanwhile is kept: the caller did not know its new tokens.
             with suppress(SessionNotFound):
                 self._client.sessions.open(before.name).delete(if_generation_match=before.generation)
         ends: dict[str, Any] = {"ttl": timedelta(microseconds=described.ttl_ns / 1000)}
@@ -410,7 +409,7 @@ class Importer:
 
 
 def _with_gap(rows: Iterator[Rows], cut: int | None) -> Iterator[Rows]:
-    """The rows, and those of one more token before token `cut`, which stands for those that were dropped.
+    """The rows, with one more token before token `cut`, which stands for the dropped tokens.
 
     Rows behind the gap were computed with the dropped tokens, so the remaining tokens must not find them.
     """
@@ -428,9 +427,9 @@ def _with_gap(rows: Iterator[Rows], cut: int | None) -> Iterator[Rows]:
 
 
 def _gathered(rows: Iterator[Rows]) -> Iterator[Rows]:
-    """The rows of small frames together, so that an append has GATHERED_BYTES of them.
+    """Rows of small frames put together, so that an append has GATHERED_BYTES of them.
 
-    Larger frames as they are.
+    Larger frames stay as they are.
     """
     parts: list[Rows] = []
     size_bytes = 0
@@ -456,7 +455,7 @@ def _joined(parts: list[Rows]) -> Rows:
 def end_of_life(expire_time_ns: int, begin_time_ns: int, now: datetime) -> datetime:
     """When a session of absolute expiry ends.
 
-    Then, or, when that is past, with as much time as it had left at the export.
+    That is its expiry, or, when that is past, as much time as it had left at the export.
     """
     left_s = max((expire_time_ns - begin_time_ns) / _NS_PER_S, SHORTEST_LIFE_S)
     expire_time = _EPOCH + timedelta(microseconds=expire_time_ns // 1000)
