@@ -10,17 +10,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
 
-from ctxcache.client.access import (
-    PROBE,
-    AccessStream,
-    ArenaAttachment,
-    BoundedMemo,
-    Control,
-    GrpcAccess,
-    connect_control,
-)
+from ctxcache.client.access import PROBE, AccessStream, ArenaAttachment, BoundedMemo
 from ctxcache.client.arena import MappedArena, map_arena, map_descriptors
 from ctxcache.client.bulk_rows import BulkChannel, BulkRows
+from ctxcache.client.control import Control, connect_control
+from ctxcache.client.grpc_access import GrpcAccess
 from ctxcache.client.messages import write_content
 from ctxcache.client.rows import RowTransport, SessionRows, lease_rows
 from ctxcache.client.ssd_files import SsdReader

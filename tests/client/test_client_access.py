@@ -16,10 +16,12 @@ import pytest
 from far_side import KV, OWN, Connect, FarSide
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ctxcache.client import Client, SessionRows, access
-from ctxcache.client.access import PROBE, SURE_FOR_NS, UNREAD_LIMIT, ClockPair, GrpcAccess, SocketAccess
+from ctxcache.client import Client, SessionRows, grpc_access
+from ctxcache.client.access import PROBE, ClockPair
 from ctxcache.client.arena import map_arena
+from ctxcache.client.grpc_access import SURE_FOR_NS, GrpcAccess
 from ctxcache.client.rows import LeasedRows
+from ctxcache.client.socket_access import UNREAD_LIMIT, SocketAccess
 from ctxcache.errors import CacheError, DeadlineExceeded, LeaseNotFound, Unavailable
 from ctxcache.settings.config import Settings
 from ctxcache.v1 import arena_pb2
@@ -231,7 +233,7 @@ def test_a_lease_that_was_not_used_for_long_is_good_once_the_server_says_so(
     connect: Connect, far_side: FarSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One question, and no more until the answer is old again."""
-    monkeypatch.setattr(access, "SURE_FOR_NS", 10**12)
+    monkeypatch.setattr(grpc_access, "SURE_FOR_NS", 10**12)
     far_side.add(NAME, 5)
     rows = connect(access="local").sessions.open(NAME, OWN).read()
     assert isinstance(rows, LeasedRows)

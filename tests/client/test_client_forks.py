@@ -11,8 +11,8 @@ from server_process import ServerProcess
 
 import ctxcache
 from ctxcache.client import BlockSpace, QueuedJob
-from ctxcache.client.access import SocketAccess
 from ctxcache.client.routes import Access, Transport
+from ctxcache.client.socket_access import SocketAccess
 from ctxcache.errors import CacheError, Unavailable
 
 BLOCK_BYTES = 50_000

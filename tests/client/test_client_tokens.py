@@ -19,7 +19,8 @@ from server_process import ServerDidNotStart, ServerProcess, write_secret
 import ctxcache
 from ctxcache.cli.failures import ExitCode
 from ctxcache.client import Client, QueuedJob
-from ctxcache.client.access import ArenaAttachment, connect_control
+from ctxcache.client.access import ArenaAttachment
+from ctxcache.client.control import connect_control
 from ctxcache.client.credentials import ClientTls
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import (

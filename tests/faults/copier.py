@@ -13,7 +13,7 @@ import threading
 import numpy as np
 
 import ctxcache
-from ctxcache.client.access import GrpcAccess
+from ctxcache.client.grpc_access import GrpcAccess
 from ctxcache.errors import CacheError, LeaseNotFound
 from ctxcache.format.streams import TOKENS
 from tests.faults import planted, plants  # noqa: F401  # they register

@@ -11,7 +11,7 @@ from server_process import ServerProcess
 
 import ctxcache
 from ctxcache.client import CallerModel, Client, DecodeBatch
-from ctxcache.client.access import GrpcAccess
+from ctxcache.client.grpc_access import GrpcAccess
 from ctxcache.client.types import Durability
 from ctxcache.errors import (
     CacheError,

@@ -5,7 +5,7 @@ from typing import Any
 
 from ctxcache.cache import appends
 from ctxcache.cache.appends import Reservation
-from ctxcache.client import access
+from ctxcache.client import grpc_access
 from ctxcache.service.sessions import SessionService
 from tests.faults.planted import plant
 
@@ -51,4 +51,4 @@ def readers_unbounded(_: int) -> None:
 @plant
 def lease_believed(_: int) -> None:
     """An answer proves for good that the server knows its client: what one that was frozen knows."""
-    access.SURE_FOR_NS = 1 << 62
+    grpc_access.SURE_FOR_NS = 1 << 62
