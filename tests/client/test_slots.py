@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ctxcache.client.arena import SlotLayout, SlotRows, Span, spans_of_runs, spans_of_segments
+from ctxcache.client.arena import SlotLayout, SlotRows, Span, Verifier, spans_of_runs, spans_of_segments
 from ctxcache.errors import CorruptSegment
 from ctxcache.v1.arena_pb2 import ChunkLayout, RowRange, Runs, SegmentLocation
 from ctxcache.v1.model_pb2 import STATE_KIND_HIDDEN, STATE_KIND_TOKENS, StreamName
@@ -84,3 +84,29 @@ def test_slots_of_no_length_that_there_is_are_refused(capacities: list[int], pro
     runs = Runs(offset_bytes=[0, 4096], row_begin=[0, 0], row_end=[130, 130], row_capacity=capacities)
     with pytest.raises(CorruptSegment, match=problem):
         SlotRows(np.zeros(16 * 4096, np.uint8), LAYOUT, spans_of_runs(runs, 0, 260))
+
+
+@pytest.mark.parametrize(
+    ("offset_bytes", "token_count", "problem"),
+    [
+        (-4096, 32, "outside the arena"),
+        (3 * 4096, 32, "outside the arena"),
+        (0, 65, "outside the arena"),
+        (0, 31, "not those of its rows"),
+    ],
+)
+def test_checksums_of_bytes_outside_the_arena_are_refused(
+    offset_bytes: int, token_count: int, problem: str
+) -> None:
+    """Also where the rows that were asked for lie inside: a sum is of all rows of its segment."""
+
+    def verifier(offset_bytes: int, token_count: int) -> Verifier:
+        rows = [RowRange(token_begin=0, row_begin=0, row_end=32)]
+        segment = SegmentLocation(
+            row_capacity=64, offset_bytes=offset_bytes, token_count=token_count, rows=rows, checksums=[0, 0]
+        )
+        return Verifier(ARENA, LAYOUT, [segment], lambda: None, lambda: None)
+
+    verifier(2 * 4096, 64)
+    with pytest.raises(CorruptSegment, match=problem):
+        verifier(offset_bytes, token_count)

@@ -29,7 +29,13 @@ TESTS = {
     "core/ledger": ("tests/core", "tests/cache"),
     "storage": ("tests/metadata", "tests/tiers", "tests/format", "tests/test_ssd_directories.py"),
     "service": ("tests/service", "tests/client"),
-    "wire": ("tests/service", "tests/client", "tests/test_framed_socket.py"),
+    "wire": (
+        "tests/service",
+        "tests/client",
+        "tests/test_framed_socket.py",
+        "tests/test_address.py",
+        "tests/test_status.py",
+    ),
     "client": ("tests/client", "tests/clients"),
     "engines": ("tests/gpu_worker",),
 }
