@@ -663,7 +663,7 @@ class Appends:
         if session.is_block and not session.log_end:
             self.abandoned(session)
 
-    def expire_due(self) -> None:
+    def end_overdue(self) -> None:
         """End reservations past their deadline, and give back slots whose grace has passed."""
         now_ns = self._state.clock.monotonic_ns()
         for reservation in [r for r in self._open.values() if r.deadline_ns <= now_ns]:

@@ -93,7 +93,7 @@ class Deferred:
                 self._queues.forget(waiting)
                 del self._waiting[waiting.tenant]
 
-    def expire_due(self, now_ns: int) -> None:
+    def drop_overdue(self, now_ns: int) -> None:
         """Give up those whose time is over."""
         # By time, the earliest first: the look costs what is due.
         while (uid := self._due.first()) is not None and self._asked[uid][0] <= now_ns:
@@ -172,9 +172,9 @@ class Hints:
         self._flushing, self._prefetching = flushing, prefetching
         self.deferred = Deferred(queues)
 
-    def expire_due(self) -> None:
+    def drop_overdue(self) -> None:
         """Give up what was deferred for long enough."""
-        self.deferred.expire_due(self._state.clock.monotonic_ns())
+        self.deferred.drop_overdue(self._state.clock.monotonic_ns())
 
     async def carry_out(self, hint: Hint, deadline_s: float) -> HintAnswer:
         """Do what one hint asks for, as far as it goes; a promotion until then, on the event loop's clock."""

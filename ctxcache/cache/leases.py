@@ -154,7 +154,7 @@ NOTHING: Mapping[int, Slot] = MappingProxyType({})
 #
 #     acquire_at_once   all is in DRAM, nothing to wait for       no task, no await
 #     acquire           holds first, then promotes, then settles  the holds keep the plan true while it waits
-#                       release, expire_due, end of its client
+#                       release, end_overdue, end of its client
 @dataclass(slots=True, eq=False)
 class Lease:
     """Pieces held for a reader, in token order. All are in DRAM, but for those that the request left on SSD.
@@ -177,7 +177,7 @@ class Lease:
     on_ssd: Mapping[int, Slot] = field(default_factory=dict)
     """Slots of segments that the reader reads from the SSD file itself, by segment id."""
     is_quiet: bool = False
-    """Whether its session is not in use by it."""
+    """Whether the lease is neither an access nor a use of its session."""
     others: tuple[bytes, ...] = ()
     """Uids of the other blocks of a lease of several; `view` is of the first."""
 
@@ -470,7 +470,7 @@ class Leases:
         if self._state.journal.listening is not None:
             self._state.journal.did(Call.RELEASE, lease.view, lease=lease_id)
 
-    def expire_due(self) -> None:
+    def end_overdue(self) -> None:
         """End leases past their deadline."""
         now_ns = self._state.clock.monotonic_ns()
         # A list is made first, since `release` changes the table.

@@ -201,7 +201,7 @@ class Queues:
             self._leaving.append(queue)
         await self._forget_jobs(pace)
 
-    async def expire_due(self) -> None:
+    async def end_overdue(self) -> None:
         """Withdraw queues of engines that have not come back, and put off jobs that are overdue."""
         now_ns = self._state.clock.monotonic_ns()
         for queue in list(self._queues.values()):

@@ -84,7 +84,7 @@ class Upkeep:
         """End leases, reservations and sessions whose time has come; write down accesses; tidy the index."""
         steps = (
             self._deadlines,
-            self._cache.queues.expire_due,
+            self._cache.queues.end_overdue,
             self._cache.sessions.expire_due,
             self._cache.sessions.save_access_times,
             self._cache.sessions.let_sleep,
@@ -181,10 +181,10 @@ class Upkeep:
         return True
 
     async def _deadlines(self) -> None:
-        self._cache.appends.expire_due()
-        self._cache.leases.expire_due()
+        self._cache.appends.end_overdue()
+        self._cache.leases.end_overdue()
         self._cache.tokens.forget_ended()
-        self._cache.hints.expire_due()
+        self._cache.hints.drop_overdue()
         self._cache.placement.passed()
 
 

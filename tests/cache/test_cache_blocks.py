@@ -167,13 +167,13 @@ async def test_a_writer_that_disappears_leaves_nothing(rig: MemoryRig) -> None:
     free_bytes = rig.cache.ledger.memory.free_bytes
     await rig.check()
     rig.clock.advance(ns=GRACE_NS)
-    rig.cache.appends.expire_due()
+    rig.cache.appends.end_overdue()
     assert rig.cache.ledger.memory.free_bytes == free_bytes + SLOT_BYTES
     [late] = await reserved(rig, wanted(1))
     with pytest.raises(ReservationNotFound):
         await rig.cache.blocks.commit([WrittenPart(room.reservation_id, 0, 0)], writer=WRITER)
     rig.clock.advance(seconds=301)
-    rig.cache.appends.expire_due()
+    rig.cache.appends.end_overdue()
     with pytest.raises(ReservationNotFound):
         await rig.cache.blocks.commit([WrittenPart(late.reservation_id, 0, 0)], writer=WRITER)
     assert await put(rig, 1) == 1
@@ -269,7 +269,7 @@ async def test_a_lease_is_its_tenants_until_it_ends(rig: MemoryRig) -> None:
     rig.clock.advance(seconds=1)
     with pytest.raises(LeaseNotFound):
         blocks.leased(TENANT, held.token)
-    rig.cache.leases.expire_due()
+    rig.cache.leases.end_overdue()
     assert not rig.cache.leases.lease_count
     await rig.check()
 
@@ -457,7 +457,7 @@ async def test_blocks_that_are_held_together_have_one_lease(rig: MemoryRig) -> N
             assert bytes(view[layout.rows(layout.specs[0].stream, 0, 1)]) == data_of(number)
     await rig.check()
     rig.clock.advance(seconds=1)
-    leases.expire_due()
+    leases.end_overdue()
     rig.cache.tokens.forget_ended()
     assert not leases.lease_count
     assert not leases.pins.used_bytes
@@ -489,6 +489,6 @@ async def test_of_blocks_that_are_to_be_held_the_first_ones_are_that_fit(rig: Me
     assert leases.pins.used_bytes <= leases.pins.limit_bytes
     await rig.check()
     rig.clock.advance(seconds=1)
-    leases.expire_due()
+    leases.end_overdue()
     assert not leases.pins.used_bytes
     await rig.check()

@@ -192,7 +192,7 @@ async def test_a_match_holds_what_it_found_for_all_of_the_tenant(rig: MemoryRig,
     rig.clock.advance(seconds=1)
     with pytest.raises(LeaseNotFound):
         await used(rig, found.token)
-    rig.cache.leases.expire_due()
+    rig.cache.leases.end_overdue()
     rig.cache.tokens.forget_ended()
     assert (len(rig.cache.tokens), rig.cache.leases.lease_count) == (0, 1)
     assert rig.leased(lease) == expected(tokens[:192])
@@ -211,7 +211,7 @@ async def test_tokens_that_ended_are_forgotten_though_an_older_one_lives(
     for _ in range(50):
         assert await leased(rig, tokens, 1)
         rig.clock.advance(ns=1)
-        rig.cache.leases.expire_due()
+        rig.cache.leases.end_overdue()
         rig.cache.tokens.forget_ended()
     assert oldest is not None
     assert len(rig.cache.tokens) == 1

@@ -177,7 +177,7 @@ async def test_writers_hold_no_more_than_their_share(rig: MemoryRig) -> None:
     with pytest.raises(TooManyRequests):
         await rig.reserve("b", 1)
     rig.clock.advance(ns=GRACE_NS)
-    rig.cache.appends.expire_due()
+    rig.cache.appends.end_overdue()
     await rig.check()
 
     assert (await rig.reserve("b", 3 * SEGMENT_TOKENS)).end == 3 * SEGMENT_TOKENS

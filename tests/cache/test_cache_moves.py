@@ -97,7 +97,7 @@ async def test_a_released_reservation_gives_staged_slots_back(
     gate.set()
     await rig.check()
     rig.clock.advance(seconds=61)
-    rig.cache.appends.expire_due()
+    rig.cache.appends.end_overdue()
     await rig.check()
 
     assert rig.cache.ledger.below.used_bytes == 0

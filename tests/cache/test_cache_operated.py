@@ -164,8 +164,8 @@ async def test_whatever_an_operator_does_nothing_is_wrong(
     rig.ssd.held.clear()
     await rig.check()
     rig.clock.advance(seconds=1000)
-    rig.cache.appends.expire_due()
-    rig.cache.hints.expire_due()
+    rig.cache.appends.end_overdue()
+    rig.cache.hints.drop_overdue()
     for storm in storms:
         if storm.queue:
             await rig.cache.queues.withdraw(storm.queue)

@@ -20,6 +20,7 @@ from cache_rig import (
 from fakes import Operation
 
 from ctxcache.cache.leases import LEASE_LIFETIME_NS
+from ctxcache.core.ledger.session import Expiration
 from ctxcache.core.limits import Pinner
 from ctxcache.errors import (
     CapacityExceeded,
@@ -47,6 +48,12 @@ async def filled(rig: MemoryRig | DiskRig, name: str, token_count: int, tag: int
     return tokens
 
 
+async def _expire(rig: MemoryRig) -> None:
+    await rig.cache.sessions.update(TENANT, "a", expiration=Expiration(10**9), is_pinned=None)
+    rig.clock.advance(seconds=1)
+    await rig.cache.sessions.expire_due()
+
+
 @pytest.mark.parametrize(
     "end",
     [
@@ -54,8 +61,9 @@ async def filled(rig: MemoryRig | DiskRig, name: str, token_count: int, tag: int
         lambda rig: rig.delete("a"),
         lambda rig: rig.demote("a"),
         lambda rig: rig.cache.departures.remove(list(rig.cache.ledger.sessions())),
+        _expire,
     ],
-    ids=["truncate", "delete", "demote", "evict"],
+    ids=["truncate", "delete", "demote", "evict", "expire"],
 )
 async def test_leased_rows_outlive_their_session(rig: MemoryRig, end: End) -> None:
     """Nothing takes leased bytes away, and nobody else gets their room, before the lease ends."""
@@ -128,16 +136,16 @@ async def test_a_lease_lasts_its_full_time_from_when_it_is_handed_out(rig: Memor
     acquiring = asyncio.ensure_future(rig.acquire("a"))
     await rig.reached(Operation.READ)
     rig.clock.advance(seconds=LEASE_S + 1)
-    rig.cache.leases.expire_due()
+    rig.cache.leases.end_overdue()
     gate.set()
     lease = await acquiring
     rig.clock.advance(seconds=LEASE_S - 1)
-    rig.cache.leases.expire_due()
+    rig.cache.leases.end_overdue()
 
     assert rig.leased(lease) == expected(tokens)
     assert rig.cache.leases.is_held(lease.lease_id)
     rig.clock.advance(seconds=1)
-    rig.cache.leases.expire_due()
+    rig.cache.leases.end_overdue()
     assert not rig.cache.leases.is_held(lease.lease_id)
     await rig.check()
 
@@ -147,7 +155,7 @@ async def test_a_wall_clock_that_jumps_does_not_end_leases(rig: MemoryRig) -> No
     await filled(rig, "a", 10)
     await rig.acquire("a")
     rig.clock.jump(to_ns=rig.clock.now_ns() + 10**15)
-    rig.cache.leases.expire_due()
+    rig.cache.leases.end_overdue()
 
     assert rig.cache.leases.lease_count == 1
 
@@ -158,7 +166,7 @@ async def test_a_reader_that_pauses_too_long_is_cut_off(rig: MemoryRig) -> None:
     async with rig.cache.leases.stream(rig.request("a"), ()) as (_, _, rows):
         await anext(rows)
         rig.clock.advance(seconds=LEASE_S + 1)
-        rig.cache.leases.expire_due()
+        rig.cache.leases.end_overdue()
         await rig.delete("a")
         await rig.create("b")
         await rig.append("b", Writer(2).make(300))
@@ -175,7 +183,7 @@ async def test_a_reader_that_goes_on_keeps_its_lease(rig: MemoryRig) -> None:
         async for item in rows:
             found += bytes(item.data) if item.stream == chosen[-1] else b""
             rig.clock.advance(seconds=LEASE_S - 1)
-            rig.cache.leases.expire_due()
+            rig.cache.leases.end_overdue()
 
     assert found == expected(tokens)[chosen[-1]]
 

@@ -458,7 +458,7 @@ async def test_records_that_are_read_again_delay_no_deadline(
 async def test_upkeep_survives_its_own_bugs(rig: MemoryRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that breaks is logged; the others go on."""
     await rig.create("a", ttl_s=10)
-    monkeypatch.setattr(rig.cache.appends, "expire_due", lambda: 1 // 0)
+    monkeypatch.setattr(rig.cache.appends, "end_overdue", lambda: 1 // 0)
     rig.clock.advance(seconds=10)
     await Upkeep(rig.cache).turn()
 

@@ -437,7 +437,7 @@ async def test_a_storm_leaves_nothing_wrong_and_nothing_behind(
     await storm.run()
     await rig.check()
     rig.clock.advance(seconds=60)
-    rig.cache.appends.expire_due()
+    rig.cache.appends.end_overdue()
     with suppress(CapacityExceeded):
         await rig.cache.departures.remove([rig.cache.ledger.find(TENANT, name) for name in rig.names()])
     await rig.check()
@@ -480,8 +480,8 @@ async def test_whatever_is_foretold_a_storm_leaves_nothing_behind(
     await asyncio.gather(*(storm.run() for storm in storms))
     await rig.check()
     rig.clock.advance(seconds=1000)
-    rig.cache.appends.expire_due()
-    rig.cache.hints.expire_due()
+    rig.cache.appends.end_overdue()
+    rig.cache.hints.drop_overdue()
     for storm in storms:
         if storm.queue:
             await rig.cache.queues.withdraw(storm.queue)

@@ -132,13 +132,13 @@ async def test_a_reservation_ends_by_itself_and_its_slots_wait(rig: MemoryRig, w
     await rig.create("a")
     reservation = await rig.reserve("a", 100)
     rig.clock.advance(seconds=RESERVATION_S)
-    rig.cache.appends.expire_due()
+    rig.cache.appends.end_overdue()
     with pytest.raises(ReservationNotFound):
         await commit(rig, reservation, 100)
     await rig.check()
     kept = rig.cache.ledger.memory.used_bytes
     rig.clock.advance(seconds=GRACE_S)
-    rig.cache.appends.expire_due()
+    rig.cache.appends.end_overdue()
     await rig.check()
 
     assert (kept, rig.cache.ledger.memory.used_bytes) == (2 * SLOT_BYTES, 0)
@@ -151,7 +151,7 @@ async def test_a_late_commit_shows_nothing_beside_another_writer(rig: MemoryRig,
     late = await rig.reserve("a", 10)
     rig.place(late, 0, Writer(2).make(10))
     rig.clock.advance(seconds=RESERVATION_S)
-    rig.cache.appends.expire_due()
+    rig.cache.appends.end_overdue()
     reservation = await rig.reserve("a", 10)
     for attempt in (commit(rig, late, 10), rig.cache.appends.extend(late, 100)):
         with pytest.raises(ReservationNotFound):
@@ -161,7 +161,7 @@ async def test_a_late_commit_shows_nothing_beside_another_writer(rig: MemoryRig,
     rig.place(reservation, 0, tokens)
     await commit(rig, reservation, 10)
     rig.clock.advance(seconds=GRACE_S)
-    rig.cache.appends.expire_due()
+    rig.cache.appends.end_overdue()
     await rig.check()
 
     assert await rig.read("a") == expected(tokens)
@@ -176,7 +176,7 @@ async def test_a_reservation_that_ends_while_room_is_made_takes_none(rig: Memory
     reserving = asyncio.ensure_future(rig.reserve("a", 10))
     await rig.reached(Operation.WRITE)
     rig.clock.advance(seconds=RESERVATION_S)
-    rig.cache.appends.expire_due()
+    rig.cache.appends.end_overdue()
     gate.set()
     with pytest.raises(ReservationNotFound):
         await reserving
@@ -200,7 +200,7 @@ async def test_a_reservation_that_ends_while_others_leave_for_it_takes_no_room(
         while "old" in rig.names():  # noqa: ASYNC110  # nothing else tells when it goes
             await asyncio.sleep(0)
         rig.clock.advance(seconds=RESERVATION_S)
-        rig.cache.appends.expire_due()
+        rig.cache.appends.end_overdue()
     with pytest.raises(ReservationNotFound):
         await reserving
     await rig.check()
@@ -216,7 +216,7 @@ async def test_a_writer_that_says_it_is_there_keeps_its_reservation(rig: MemoryR
     reservation = await rig.reserve("a", 10)
     for _ in range(3):
         rig.clock.advance(seconds=RESERVATION_S - 1)
-        rig.cache.appends.expire_due()
+        rig.cache.appends.end_overdue()
         rig.cache.appends.renew(reservation)
     rig.place(reservation, 0, tokens)
     await commit(rig, reservation, 10)
@@ -250,8 +250,8 @@ async def test_releasing_twice_frees_once(rig: MemoryRig) -> None:
     rig.cache.appends.release(reservation, is_abandoned=True)
     await rig.check()
     rig.clock.advance(seconds=GRACE_S)
-    rig.cache.appends.expire_due()
-    rig.cache.appends.expire_due()
+    rig.cache.appends.end_overdue()
+    rig.cache.appends.end_overdue()
     await rig.check()
 
     assert rig.cache.ledger.memory.used_bytes == 0

@@ -61,7 +61,7 @@ async def test_the_time_of_who_asks_again_counts_from_then(asked: Asked) -> None
     asked.clock.advance(seconds=599)
     await asked.ask("waiting")
     asked.clock.advance(seconds=1)
-    asked.cache.hints.expire_due()
+    asked.cache.hints.drop_overdue()
     assert len(asked.cache.hints.deferred) == 1
     asked.cache.leases.release(lease.lease_id)
     await asked.cache.prefetching.prefetch()

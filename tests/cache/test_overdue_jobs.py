@@ -52,7 +52,7 @@ async def test_a_job_that_never_starts_does_not_exempt_its_session_for_ever(
     assert is_above_others()
     for _ in range(16 * 60 + 20):
         rig.clock.advance(seconds=1)
-        await rig.cache.queues.expire_due()
+        await rig.cache.queues.end_overdue()
     assert not is_above_others()
     assert rig.cache.queues.job_count(queue) == 1
 

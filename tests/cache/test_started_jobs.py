@@ -60,11 +60,11 @@ async def test_a_job_that_runs_and_reads_nothing_is_withdrawn_after_a_while(
     heard = Heard(rig)
     rig.cache.queues.gone(queue, "job", is_started=True)
     rig.clock.advance(ns=rig.cache.queues.limits.grace_ns - 1)
-    await rig.cache.queues.expire_due()
+    await rig.cache.queues.end_overdue()
     assert heard.events == []
 
     rig.clock.advance(ns=1)
-    await rig.cache.queues.expire_due()
+    await rig.cache.queues.end_overdue()
     assert heard.events == ["withdrawn"]
 
 
@@ -74,7 +74,7 @@ async def test_the_next_job_of_a_session_is_not_withdrawn_with_the_last(rig: Mem
     rig.cache.queues.put(queue, "a", Job("next", None, position=2.0))
     heard = Heard(rig)
     rig.clock.advance(ns=rig.cache.queues.limits.grace_ns)
-    await rig.cache.queues.expire_due()
+    await rig.cache.queues.end_overdue()
 
     assert heard.events == []
     rig.cache.queues.gone(queue, "next", is_started=False)

@@ -287,7 +287,7 @@ async def test_leases_and_reservations_end_with_their_stream(
     assert check_integrity(cache) == []
     assert cache.ledger.memory.used_bytes == kept_bytes
     clock.advance(ns=GRACE_NS)
-    cache.appends.expire_due()
+    cache.appends.end_overdue()
     assert cache.ledger.memory.used_bytes == 0
     await client.append("b", 1, 0, 10)
 
@@ -316,8 +316,8 @@ async def test_deadlines_are_told_and_kept(
     lease = (await access.one(acquire_lease=lease_of(client))).lease
     reservation = (await access.one(reserve=reserve_of(client, 10, 5))).reservation
     clock.advance(ns=max(LEASE_LIFETIME_NS, RESERVATION_LIFETIME_NS))
-    server.cache.leases.expire_due()
-    server.cache.appends.expire_due()
+    server.cache.leases.end_overdue()
+    server.cache.appends.end_overdue()
 
     assert lease.expire_time.ToNanoseconds() == clock.now_ns()
     assert reservation.expire_time.ToNanoseconds() == clock.now_ns()
@@ -328,7 +328,7 @@ async def test_deadlines_are_told_and_kept(
     for _ in range(3):
         await access.one(acquire_lease=lease_of(client))
         clock.advance(ns=LEASE_LIFETIME_NS)
-        server.cache.leases.expire_due()
+        server.cache.leases.end_overdue()
     await server.cache.drain()  # the books are exact while nothing is being moved
     assert check_integrity(server.cache) == []
 

@@ -195,7 +195,7 @@ async def test_a_read_that_outlasts_its_lease_is_told_how_long_that_was(
     messages = service._messages(asked, "default")
     assert [(await anext(messages)).WhichOneof("message") for _ in range(2)] == ["header", "bytes"]
     clock.advance(ns=(ttl_s or 60) * 10**9)
-    server.cache.leases.expire_due()
+    server.cache.leases.end_overdue()
     await stub.DeleteBlocks(block_pb2.DeleteBlocksRequest(space=SPACE, keys=[key_of(2)]))
     with pytest.raises(DeadlineExceeded, match=f"within {ttl_s or 60} s"):
         await anext(messages)

@@ -366,9 +366,9 @@ async def test_rows_that_arrive_late_never_land_in_another_sessions_slots(
     await connection.send_bytes(header + encoded + data[: len(data) // 2])
     await until(lambda: server.cache.appends.held_count == 2)
     clock.advance(ns=RESERVATION_LIFETIME_NS)
-    server.cache.appends.expire_due()
+    server.cache.appends.end_overdue()
     clock.advance(ns=GRACE_NS)
-    server.cache.appends.expire_due()
+    server.cache.appends.end_overdue()
     names = [f"s{number}" for number in range(10)]
     for number, name in enumerate(names):
         await client.create(name)

@@ -195,10 +195,10 @@ async def test_a_deferred_prefetch_ends(
     assert len(deferred) == 1
     if way == "expires":
         clock.advance(seconds=599)
-        server.cache.hints.expire_due()
+        server.cache.hints.drop_overdue()
         assert len(deferred) == 1
         clock.advance(seconds=1)
-        server.cache.hints.expire_due()
+        server.cache.hints.drop_overdue()
     elif way == "delete":
         await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name="sessions/a"))
     elif way == "ended":
@@ -244,9 +244,9 @@ async def test_a_prefetch_that_is_repeated_takes_no_more_memory(
         grown_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    deferred.expire_due(9_999)
+    deferred.drop_overdue(9_999)
     left_count = len(deferred)
-    deferred.expire_due(10_000)
+    deferred.drop_overdue(10_000)
 
     assert grown_bytes < 100_000
     assert (left_count, len(deferred)) == (1, 0)

@@ -189,7 +189,7 @@ async def test_a_writer_whose_time_is_over_fails_alone(
         await client.create(name, ttl=Duration(seconds=ttl_s))
         ids.append(await reserved(way, client, name, 0))
     clock.advance(ns=3 * 10**9)
-    server.cache.appends.expire_due()
+    server.cache.appends.end_overdue()
     outcomes = await together(way, ids, [1, 1, 1], DISK, keep_open=True)
 
     assert [why for _, why, _ in outcomes] == ["RESERVATION_NOT_FOUND", "SESSION_NOT_FOUND", ""]

@@ -297,7 +297,7 @@ async def test_a_broken_streams_jobs_stay_for_the_grace_period(
     await end(engine)
     await lost(server)
     clock.advance(seconds=19)
-    await server.cache.queues.expire_due()
+    await server.cache.queues.end_overdue()
     assert starts_in_s(server) is not None
 
     clock.advance(seconds=1)
@@ -396,7 +396,7 @@ async def test_an_engine_that_comes_back_finds_its_jobs(
     welcome = await second.hello()
     event = await second.event()
     clock.advance(seconds=100)
-    await server.cache.queues.expire_due()
+    await server.cache.queues.end_overdue()
 
     assert welcome.job_count == 1
     assert event.session == "sessions/a"

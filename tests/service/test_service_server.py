@@ -131,7 +131,7 @@ async def test_a_stream_whose_holds_have_ended_does_not_hold_the_drain(
     lease = arena_pb2.AcquireLease(session="sessions/a", model_fingerprint=client.fingerprint)
     assert (await idle.one(acquire_lease=lease)).lease.range.end == 10
     clock.advance(ns=LEASE_LIFETIME_NS)
-    server.cache.leases.expire_due()
+    server.cache.leases.end_overdue()
     stopping = asyncio.ensure_future(server.stop())
     await idle.ended(Code.UNAVAILABLE, "DRAINING")
     await stopping

@@ -181,7 +181,7 @@ async def test_a_reader_slower_than_its_lease_gets_no_foreign_rows(
     await anext(sent)
     await anext(sent)
     clock.advance(ns=LEASE_LIFETIME_NS)
-    reading.expire_due()
+    reading.end_overdue()
 
     with pytest.raises(DeadlineExceeded):
         await anext(sent)
@@ -200,7 +200,7 @@ async def test_a_lease_is_asked_for_before_each_message(
     await anext(sent)
     first = await anext(sent)
     clock.advance(ns=LEASE_LIFETIME_NS)
-    server.cache.leases.expire_due()
+    server.cache.leases.end_overdue()
 
     assert isinstance(first, bytes)
     assert len(session_pb2.ReadSessionResponse.FromString(first).chunk.data) == 16 * 4
@@ -411,7 +411,7 @@ async def test_a_writer_that_was_silent_too_long_learns_where_to_go_on(
 
     await until(has_begun)
     clock.advance(ns=RESERVATION_LIFETIME_NS)
-    server.cache.appends.expire_due()
+    server.cache.appends.end_overdue()
     await client.append("a", 1, 0, 20)
     sender.send(*chunks(2, 0, 10)[1:], commit(10))
     sender.end()

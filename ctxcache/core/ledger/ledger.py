@@ -595,7 +595,7 @@ class Ledger:
         return [self.names.by_uid[uid] for uid in self._expiry.due(now_ns, self._expire_time, limit=limit)]
 
     def still_due(self, session: Session, now_ns: int) -> None:
-        """A session whose time has come could not be ended yet: it is told again."""
+        """A session whose time has come could not be ended yet. The next look for due ones finds it."""
         if not session.is_gone:
             self._expiry.schedule(session.uid, now_ns)
 

@@ -146,9 +146,8 @@ class Sleep:
         self._awake.move_to_end(uid)
 
     def _may_sleep(self, uid: bytes) -> bool:
-        # Others may be at work with it and wait for a device: another object in its place would be unknown to
-        # them. This is told by their references, so that none of them has to say so: by uid and name, and of
-        # its standing.
+        # Somebody who works on the session may wait for a device, and would not know another object in its
+        # place. A reference besides the two of the names means that somebody does.
         if self._lost.paths or others_of(self._names.by_uid, uid) != 2:
             return False
         session = self._names.by_uid[uid]
