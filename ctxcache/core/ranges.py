@@ -35,7 +35,7 @@ def fragment_count(live: Ranges, log_end: int) -> int:
 
 
 def whole_count(ranges: Ranges) -> int:
-    """How many positions from 0 on are there before the first that is not."""
+    """How many positions there are from 0 on before the first missing one."""
     return ranges[0][1] if ranges and not ranges[0][0] else 0
 
 
@@ -88,7 +88,7 @@ def subtract(ranges: Ranges, dropped: Ranges) -> Ranges:
                 kept.append((low, dropped[j][0]))
             low = dropped[j][1]
             j += 1
-        # The last one may reach into the next range.
+        # The last dropped range may reach into the next range.
         i = max(i, j - 1)
         if low < end:
             kept.append((low, end))

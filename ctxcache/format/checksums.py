@@ -32,19 +32,19 @@ _STREAM, _CHECKSUM = struct.Struct("<ii"), struct.Struct("<Q")
 #     bound_checksum     of that, with whose rows they are           in the header of the slot
 #     header_checksum    of the header with all bound checksums      in the segment's record
 #
-# A read from below compares from the last to the first. Bytes that are right, in the wrong place, fail at the
+# A read from below compares from the last layer to the first. Right bytes in the wrong place fail at the
 # second.
 def rows_checksum(data: Buffer) -> int:
-    """XXH3-64 of rows: what their writer says of them."""
+    """XXH3-64 of rows: their writer's checksum."""
     return xxh3_64_intdigest(data)
 
 
 def bound_checksum(identity_seed: int, stream: Stream, checksum: int) -> int:
     """The checksum of a chunk in a header.
 
-    Its rows' checksum, bound to its segment's identity and its stream.
+    It is the rows' checksum, bound to the identity of their segment and to their stream.
     """
-    # Seed upon seed: identity, then stream, then the rows' sum. No two of them can change places.
+    # Each sum seeds the next: identity, stream, rows. No two of them can change places.
     stream_seed = xxh3_64_intdigest(_STREAM.pack(stream.layer, stream.kind), seed=identity_seed)
     return xxh3_64_intdigest(_CHECKSUM.pack(checksum), seed=stream_seed)
 
@@ -78,7 +78,7 @@ def joint_checksum(parts: Iterable[Buffer]) -> int:
 class Sums(NamedTuple):
     """Checksums of rows `[row_begin, row_end)` of a segment: one per stream in layout order.
 
-    Of a single row one of all streams will do, whose rows are taken one behind the other: a *joint* one.
+    A single row may have one sum for all streams, whose rows follow one another: a *joint* one.
     """
 
     row_begin: int
@@ -86,15 +86,15 @@ class Sums(NamedTuple):
     values: tuple[int, ...]
 
     def is_joint(self, layout: SegmentLayout) -> bool:
-        """Whether one value is that of several streams."""
+        """Whether one value covers several streams."""
         return len(self.values) < len(layout.specs)
 
 
 def covers(known: Iterable[Sums], row_count: int) -> bool:
-    """Whether sums, in order, say something of each of the first rows."""
+    """Whether sums, in order, cover each of the first rows."""
     end = 0
     for sums in known:
-        # Sums are in order. A gap means rows of which nobody has said anything.
+        # A gap between sums means rows without a sum.
         if sums.row_begin > end:
             return False
         end = max(end, sums.row_end)
@@ -102,7 +102,7 @@ def covers(known: Iterable[Sums], row_count: int) -> bool:
 
 
 def computed(layout: SegmentLayout, view: memoryview, row_count: int) -> tuple[int, ...]:
-    """One checksum per stream of a slot's first rows, as they are."""
+    """One checksum per stream of a slot's first rows, computed now."""
     return tuple(
         rows_checksum(view[offset : offset + spec.row_bytes * row_count])
         for spec, offset in zip(layout.specs, layout.offsets, strict=True)
@@ -114,18 +114,18 @@ def settled(
 ) -> tuple[tuple[int, ...], str]:
     """One sum per stream of all of the first rows, and what is wrong with them; empty when nothing is.
 
-    `known` covers them; what goes on behind them is verified as well.
+    `known` covers them. Sums behind them are verified as well.
     """
-    # As they are now. Only then the writers' sums are verified over the same bytes.
+    # The sums are computed first. Then the writers' sums are verified over the same bytes.
     values = computed(layout, view, row_count)
-    # The usual case: one sum per stream of exactly these rows, so that no byte is read twice.
+    # Usually there is one sum per stream of exactly these rows, so that no byte is read twice.
     if len(known) == 1 and known[0].row_end == row_count and not known[0].is_joint(layout):
         return values, _first_difference(layout, known[0], values)
     return values, difference(layout, view, known)
 
 
 def difference(layout: SegmentLayout, view: memoryview, known: Iterable[Sums]) -> str:
-    """The rows of a slot that fail their sums, in words; empty when all are."""
+    """The rows of a slot that fail their sums, in words; empty when none does."""
     # Joint sums are of one row through all streams, and need a walk of their own.
     said = list(known)
     return _difference(
@@ -174,7 +174,7 @@ class _Piece(NamedTuple):
 
 
 class SumPlace(NamedTuple):
-    """Where rows of one segment belong, and what is to be fed them before anything of them is verified."""
+    """The place of rows of one segment, and the hasher to be fed with them before they are verified."""
 
     view: memoryview
     sums: xxh3_64
@@ -187,8 +187,8 @@ Rows = Callable[[int, int], Buffer]
 class Tally:
     """Sums of rows that were written and not committed, by stream and token. Used by one thread at a time.
 
-    The rows noted by one call lie in one segment. Worst case: rows whose pieces are not what is asked for,
-    which are read again.
+    The rows noted by one call lie in one segment. Worst case: rows whose pieces have other ranges than are
+    asked for are read again.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class Tally:
         self._growing: dict[Stream, list[tuple[int, int, xxh3_64]]] = {}
 
     def note(self, stream: Stream, begin: int, token_count: int, values: Iterable[int]) -> None:
-        """Rows of so many tokens from `begin` on, of as many behind them and so on, have these checksums."""
+        """Note checksums of rows: each is of so many tokens, from `begin` on."""
         pieces = self._pieces.setdefault(stream, [])
         for value in values:
             end = begin + token_count
@@ -204,9 +204,9 @@ class Tally:
             begin = end
 
     def grow(self, stream: Stream, begin: int, end: int, *, is_first: bool) -> xxh3_64:
-        """The hasher to be fed rows of tokens `[begin, end)`, in order; `is_first`.
+        """The hasher to be fed rows of tokens `[begin, end)`, in order.
 
-        A segment's rows begin with them.
+        `is_first`: a segment's rows begin with them.
         """
         growing = self._growing.setdefault(stream, [])
         # Rows that follow one another in one segment go on in one hasher.
@@ -218,7 +218,7 @@ class Tally:
         return hasher
 
     def drop(self, stream: Stream, begin: int, end: int, rows: Rows) -> None:
-        """Rows of tokens `[begin, end)` are about to be written again. Raises as `value`."""
+        """Forget the sums of tokens `[begin, end)`, whose rows are written again. Raises as `value`."""
         self._close(stream)
         kept = []
         for piece in self._pieces.get(stream, ()):
@@ -234,7 +234,7 @@ class Tally:
         pieces = self._pieces.get(stream, [])
         first = bisect_left(pieces, ranges[0][0], key=_begin) if ranges else 0
         noted = pieces[first : first + len(ranges)]
-        # The usual case: just as they were noted, so that no range is looked for.
+        # Usually the ranges are those that were noted, so that none is searched.
         if [piece[:2] for piece in noted] == ranges:
             return [piece.value for piece in noted]
         return [self.value(stream, begin, end, rows) for begin, end in ranges]
@@ -248,23 +248,23 @@ class Tally:
         pieces = self._pieces.get(stream, [])
         first = max(bisect_right(pieces, begin, key=_begin) - 1, 0)
         last = bisect_left(pieces, end, key=_begin)
-        # One piece that is exactly what is asked for: nothing is read again.
+        # One piece is exactly the range: no byte is read again.
         touched = pieces[first:last]
         if [piece[:2] for piece in touched] == [(begin, end)]:
             return touched[0].value
-        # No sum was noted of these rows, or not of all.
+        # Some or all of these rows have no noted sum.
         if not touched or touched[0].begin > begin or touched[-1].end < end:
             raise KeyError(stream, begin, end)
         if any(one.end != next_one.begin for one, next_one in pairwise(touched)):
             raise KeyError(stream, begin, end)
-        # The parts on both sides keep sums too, and new ones are made for all three before the old are
+        # The parts on both sides keep sums too. New sums are made for all three before the old ones are
         # verified.
         ranges = [(touched[0].begin, begin), (begin, end), (end, touched[-1].end)]
         pieces[first:last] = made = _recut(stream, touched, ranges, rows)
         return next(piece.value for piece in made if piece.begin == begin)
 
     def forget(self, end: int) -> None:
-        """Rows of tokens below that are committed, as they were asked for."""
+        """Forget sums of tokens below `end`, whose rows are committed."""
         for stream in list(self._growing):
             self._close(stream)
         for pieces in self._pieces.values():
@@ -273,7 +273,7 @@ class Tally:
     def _close(self, stream: Stream) -> None:
         growing = self._growing.pop(stream, None)
         if growing:
-            # Only now: several may be fed at a time.
+            # The hashers end here, since several may be fed at a time.
             pieces = self._pieces.setdefault(stream, [])
             pieces += [_Piece(begin, end, hasher.intdigest()) for begin, end, hasher in growing]
 
@@ -285,9 +285,9 @@ def _begin(piece: _Piece) -> int:
 def _recut(
     stream: Stream, old: Iterable[_Piece], ranges: Iterable[tuple[int, int]], rows: Rows
 ) -> list[_Piece]:
-    """Pieces of other ranges, of rows that old ones cover. Raises ChecksumMismatch."""
+    """Pieces of other ranges, of rows that old pieces cover. Raises ChecksumMismatch."""
     new = [_Piece(begin, end, rows_checksum(rows(begin, end))) for begin, end in ranges if begin < end]
-    # After the new ones were made: see the module's.
+    # The new pieces are made first: see the module's description.
     for piece in old:
         if rows_checksum(rows(piece.begin, piece.end)) != piece.value:
             raise ChecksumMismatch(field=f"{stream} from token {piece.begin} on, changed before its commit,")

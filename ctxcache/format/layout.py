@@ -54,7 +54,7 @@ LONG_SLOT_BYTES = 32 << 20
 BLOCK_ROWS = 1
 """Rows of a slot that holds one block: each part is a stream of one row."""
 BLOCK_LAYOUTS_KEPT = 256
-"""Layouts of blocks that are not made anew each time: an engine has one or two."""
+"""Layouts of blocks that are kept ready: an engine has one or two."""
 HEADER_FIXED_BYTES = 256
 _STREAM = struct.Struct("<iiiiQ")
 HEADER_STREAM_BYTES = _STREAM.size
@@ -115,7 +115,7 @@ class SegmentLayout:
         )
         object.__setattr__(self, "index", {spec.stream: i for i, spec in enumerate(self.specs)})
         kind_bytes: dict[StateKind, int] = {}
-        # For answers that describe a layout: made once per layout, not once per answer.
+        # Answers describe a layout: this is made once per layout, not once per answer.
         for stream, row_bytes, _ in self.specs:
             kind_bytes[stream.kind] = kind_bytes.get(stream.kind, 0) + row_bytes
         object.__setattr__(self, "outline", Outline(tuple(ranges_of(self.index)), kind_bytes))
@@ -133,7 +133,7 @@ class SegmentLayout:
     def of(self, segment_tokens: int) -> "SegmentLayout":
         """The layout of a slot with the same streams and so many rows: one object for each number.
 
-        Asked of a layout of 64 rows. Raises ValueError for a number of rows that no segment has.
+        Only a layout of 64 rows has this. Raises ValueError for a number of rows that no segment has.
         """
         if segment_tokens == self.segment_tokens:
             return self
@@ -147,7 +147,7 @@ class SegmentLayout:
     def filled_by(self, token_count: int, most_bytes: int) -> "SegmentLayout":
         """The longest segment that so many tokens fill, in a slot of at most `most_bytes`.
 
-        64 rows where there is no longer one.
+        It has 64 rows where there is no longer one.
         """
         most_tokens = min(token_count, self._most_tokens)
         if self.is_block or most_tokens < 2 * SEGMENT_TOKENS:
@@ -221,7 +221,7 @@ class SegmentIdentity(NamedTuple):
 
     def seed(self) -> int:
         """64-bit digest of every field, length-prefixed. Raises as `check` does."""
-        # A number of bytes that is too short would be padded, and look like another one.
+        # A field that is too short would be padded, and look like another one.
         self.check()
         tenant = self.tenant.encode()
         packed = struct.pack(
@@ -287,7 +287,7 @@ def header_checksum(encoded: bytes) -> int:
 def decode_header(data: Buffer) -> SegmentHeader:
     """Read a header back. Raises CorruptSegment when it is not one, or not whole."""
     raw = bytes(memoryview(data)[:HEADER_FIXED_BYTES])
-    # The magic first: a slot that was never written has whatever was there.
+    # The magic is checked first: a slot that was never written has other bytes there.
     if len(raw) < HEADER_FIXED_BYTES or raw[:8] != MAGIC:
         raise CorruptSegment(segment_id="?", problem="no segment header")
     (
@@ -307,7 +307,7 @@ def decode_header(data: Buffer) -> SegmentHeader:
     if version != SEGMENT_FORMAT:
         raise CorruptSegment(segment_id=segment_id, problem=f"unknown segment format {version}")
     table = bytes(memoryview(data)[HEADER_FIXED_BYTES:][: stream_count * HEADER_STREAM_BYTES])
-    # The checksum before the contents: damaged numbers must not be used as sizes.
+    # The checksum is verified before the contents: damaged numbers must not be used as sizes.
     _verify(raw, table, segment_id, stream_count)
     try:
         specs, checksums = _decode_table(table)

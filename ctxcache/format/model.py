@@ -26,7 +26,7 @@ _NUMBERS = ("layer_count", "hidden_size", "kv_head_count", "head_size")
 _FACTS = {"True": True, "False": False}
 _NUMBER_LIMIT = 1 << 31
 _SHOWN = 24
-"""Characters of a field that an error shows: a digest's scheme and what tells it from another."""
+"""Characters of a field that an error shows: a digest's scheme and enough to tell it from another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ModelSpec:
     settings: str = ""
 
     def fingerprint(self) -> bytes:
-        """SHA-256 of what `encode` returns. 32 bytes."""
+        """SHA-256 of the encoding, 32 bytes."""
         return hashlib.sha256(self.encode()).digest()
 
     def encode(self) -> bytes:
@@ -65,10 +65,10 @@ class ModelSpec:
 
     def encoded_parts(self) -> Iterator[bytes]:
         """The bytes of `encode`, some streams at a time: a model may have thousands."""
-        # By name and in the order of the fields: a field that is added changes every fingerprint, as it must.
+        # Fields are named and in their order: a new field changes every fingerprint, as it must.
         names = (item.name for item in fields(self) if item.name not in ("model_id", "streams"))
         yield b"".join((_DOMAIN, *(_item(name, str(getattr(self, name)).encode()) for name in names)))
-        # Sorted: a model that names its streams in another order is the same model.
+        # Streams are sorted: a model that names them in another order is the same model.
         streams = sorted(self.streams)
         for begin in range(0, len(streams), STREAMS_PER_PART):
             some = streams[begin : begin + STREAMS_PER_PART]
@@ -77,16 +77,16 @@ class ModelSpec:
     def resolve(self, layout: Iterable[Stream]) -> tuple[StreamSpec, ...]:
         """Specs of `layout` in storage order (token ids first, then by layer and kind).
 
-        Token ids are always part of it. Raises KeyError(stream) for one the model does not have.
+        Token ids are always part of it. Raises KeyError(stream) for a stream that the model does not have.
         """
-        # A session without token ids could not be looked up by tokens, so that every one has them.
+        # A session without token ids could not be looked up by tokens.
         known = {spec.stream: spec for spec in self.streams}
         known[TOKENS] = TOKENS_SPEC
-        # In the order given, which mostly is almost theirs: to sort that takes a tenth of the time.
+        # The given order mostly is almost that of storage: to sort it takes a tenth of the time.
         return tuple(sorted(known[stream] for stream in dict.fromkeys((TOKENS, *layout))))
 
 
-# Weights that are not those of their files, or that somebody has named:
+# Weights that are not those of their files, or that have a name:
 #
 #     weights_digest   files:0f3a…                       as the files have them
 #                      files:0f3a… version step-100      the same engine's after a change: as its caller says
@@ -118,12 +118,12 @@ def digest_of_version(digest: str, version: str) -> str:
 
 
 def has_version(digest: str, version: str) -> bool:
-    """Whether the weights of a digest have that version, or are called by that digest itself."""
+    """Whether a digest's weights have that version, or are named by that digest itself."""
     return version == digest or digest.endswith(f"{_VERSION}{_written(version)}")
 
 
 def _written(version: str) -> str:
-    """A version as a digest has it: what is long or has other characters than ASCII's, by its own digest."""
+    """A version as a digest has it. A long version, or one that is not plain ASCII, is digested."""
     if _PLAIN.fullmatch(version):
         return version
     return f"sha256:{hashlib.sha256(version.encode(errors='surrogatepass')).hexdigest()}"
@@ -153,9 +153,9 @@ def decode_model(model_id: str, encoded: bytes) -> ModelSpec:
         )
     except KeyError as error:
         raise ValueError(f"the model has no {error}") from error
-    # Encoded again and compared: there is one encoding of a model, and a second one with the same meaning
-    # would have another fingerprint.
-    # The encoding leaves a field out, has one twice or in another order, or writes it in another way.
+    # There is one encoding of a model: a second one would have another fingerprint. The model is encoded
+    # again and compared, so that a field left out, doubled, in another order or written in another way is
+    # refused.
     if model.encode() != encoded or len({spec.stream for spec in model.streams}) < len(model.streams):
         raise ValueError("the model is not written as models are")
     return model
@@ -175,15 +175,15 @@ def mismatch(actual: ModelSpec, expected: ModelSpec, problem: str) -> ModelFinge
 
 
 def _difference(name: str, actual: ModelSpec, expected: ModelSpec) -> str:
-    """A field's name and what it is in both.
+    """A field's name and its value in both models.
 
-    Of streams, the kinds or else the rows that only one of them has.
+    For streams: the kinds, or else the rows, that only one of them has.
     """
     if name != "streams":
         one, other = (str(getattr(spec, name))[:_SHOWN] for spec in (actual, expected))
         return f"{name} ({one!r}, not {other!r})" if one != other else name
     sides = {spec.stream.kind for spec in actual.streams}, {spec.stream.kind for spec in expected.streams}
-    # The kinds differ, and that says more than a list of thousands of streams.
+    # A difference of kinds says more than a list of thousands of streams.
     if sides[0] == sides[1]:
         return "streams (the same state kinds, of other layers, row sizes or types)"
     kinds = [
@@ -267,7 +267,7 @@ class ModelProbe:
     values: bytes
 
     def problem(self) -> str:
-        """The fault of the probe; empty where nothing is."""
+        """The fault of the probe; empty where there is none."""
         if self.dtype not in ALLOWED:
             return f"dtype {self.dtype.name} is not one of {', '.join(dtype.name for dtype in ALLOWED)}"
         if not 1 <= len(self.token_ids) <= TOKEN_LIMIT or min(self.token_ids) < 0:
@@ -298,7 +298,7 @@ class ModelProbe:
         return Difference(apart.index(measured), measured, max(ALLOWED[self.dtype], ALLOWED[other.dtype]))
 
     def encode(self) -> bytes:
-        """As bytes, as records and exports have it."""
+        """The probe's bytes, as records and exports have them."""
         head = _HEAD.pack(self.dtype, self.group_size, len(self.token_ids))
         return head + struct.pack(f"<{len(self.token_ids)}i", *self.token_ids) + self.values
 
@@ -308,7 +308,7 @@ class ModelProbe:
 
 def _apart(measured: tuple[float, ...], other: tuple[float, ...]) -> float:
     sizes = [abs(value) for value in other]
-    # Relative to the median of absolute values, for the mean is that of a few huge ones.
+    # Values are relative to the median of absolute values: the mean is that of a few huge ones.
     return median(abs(a - b) for a, b in zip(measured, other, strict=True)) / (median(sizes) or max(sizes))
 
 

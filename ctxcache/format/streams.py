@@ -90,7 +90,7 @@ class StreamRange(NamedTuple):
     layer_end: int
 
     def streams(self) -> Iterator[Stream]:
-        """Each of them, by layer."""
+        """Each of the range's streams, by layer."""
         return (Stream(layer, self.kind) for layer in range(self.layer_begin, self.layer_end))
 
 
@@ -126,7 +126,7 @@ TOKENS_RANGE = StreamRange(StateKind.TOKENS, TOKENS_LAYER, TOKENS_LAYER + 1)
 TOKENS_SPEC = StreamSpec(TOKENS, TOKEN_ROW_BYTES, DType.INT32)
 
 
-# A digest is one content's name: its bytes never come to the store.
+# A digest names a content, whose bytes never come to the store.
 DIGEST_BYTES = 32
 SALT_LIMIT_BYTES = 64
 CONTENTS_LIMIT = 1024
@@ -144,14 +144,14 @@ class Content(NamedTuple):
 def contents_within(contents: Iterable[Content], begin: int, end: int) -> tuple[Content, ...]:
     """The parts of contents, which are in order, within `[begin, end)`.
 
-    Those that touch and have one digest become one.
+    Parts that touch and have one digest become one.
     """
     within: list[Content] = []
     for content in contents:
         first, last = max(content.begin, begin), min(content.end, end)
         if first >= last:
             continue
-        # A content that was cut into parts, by commits, is one again.
+        # Commits may have cut a content into parts, which are joined here.
         if within and within[-1].end == first and within[-1].digest == content.digest:
             first = within.pop().begin
         within.append(Content(first, last, content.digest))

@@ -25,7 +25,7 @@ KINDS = ("spiffe://", "dns:", "cn:", "uid:")
 SHARED_MEMORY, WRITE_IN_PLACE = "shared-memory", "write-in-place"
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TEMPLATE = re.compile(r"(?:[A-Za-z0-9._-]|\$[1-9])+")
-# The texts that one `*` matches: never a border of what it is a part of, nor a certificate's own wildcard.
+# The texts that one `*` matches. None has a border of its part, nor a certificate's own wildcard.
 _ANYTHING = {"spiffe://": r"([^/*]+)", "dns:": r"([^.*]+)", "cn:": r"([^*]+)", "uid:": r"([0-9]+)"}
 
 
@@ -40,8 +40,8 @@ class Role(enum.StrEnum):
 class ArenaGrant:
     """The identity and rights that a caller is let in with.
 
-    `has_shared_memory`: it may map the arena, where all tenants' bytes lie, to read. `writes_in_place`: to
-    write as well.
+    `has_shared_memory`: the caller may map the arena, where all tenants' bytes lie, to read.
+    `writes_in_place`: also to write.
     """
 
     tenant: str
@@ -67,7 +67,7 @@ class Rule:
     grant: ArenaGrant
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what no subject could be, or no tenant be called."""
+        """Raises ValueError for an impossible subject or tenant name."""
         kind = next((kind for kind in KINDS if self.subject.startswith(kind)), None)
         if kind is None or self.subject == kind:
             raise ValueError(f"{self.subject!r} begins with none of {', '.join(KINDS)}")
@@ -77,19 +77,19 @@ class Rule:
             raise ValueError(f"{self.grant.tenant!r} names more parts than {self.subject!r} has")
 
     def apply(self, subject: str) -> ArenaGrant | None:
-        """The grant of the subject; None where the rule does not speak of it."""
+        """The grant of the subject; None where the rule does not match it."""
         match = self._pattern().fullmatch(subject)
         if match is None:
             return None
         tenant = re.sub(r"\$(\d)", lambda part: match[int(part[1])], self.grant.tenant)
-        # A part that is no name of a tenant gives no grant: a later rule may.
+        # A part that is no tenant's name gives no grant: a later rule may.
         if not is_tenant(tenant):
             return None
         return replace(self.grant, tenant=tenant)
 
     def _pattern(self) -> re.Pattern[str]:
         kind = next(kind for kind in KINDS if self.subject.startswith(kind))
-        # All but `*` is taken literally: a dot of a name matches a dot alone.
+        # All but `*` is literal: a dot of a name matches a dot alone.
         return re.compile(_ANYTHING[kind].join(map(re.escape, normal(self.subject).split("*"))))
 
 
@@ -99,18 +99,18 @@ def normal(subject: str) -> str:
 
 
 def is_tenant(name: str) -> bool:
-    """Whether a tenant may be called so: 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit."""
+    """Whether a name may be a tenant's: 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit."""
     return _TENANT.fullmatch(name) is not None
 
 
 def find(rules: Iterable[Rule], subjects: Iterable[str]) -> tuple[str, ArenaGrant] | None:
-    """The first rule's grant that speaks of any of the subjects, with that subject.
+    """The grant of the first rule that matches a subject, with that subject.
 
     A subject that cannot be printed matches no rule.
     """
     # A name that cannot be printed could look like another one in a log.
     names = [normal(subject) for subject in subjects if subject.isprintable()]
-    # Rules first: the order of the configuration decides, not that of a certificate.
+    # Rules are the outer loop: the configuration's order decides, not that of a certificate.
     for rule in rules:
         for name in names:
             if grant := rule.apply(name):
@@ -183,7 +183,7 @@ def _rule(given: object) -> Rule:
 
 
 PREFIX = "ctxcache_"
-"""So that whoever looks for secrets where none should be finds these."""
+"""Every token begins so, for scanners that look for secrets in wrong places."""
 SECRET_BYTES = 32
 FILE_LIMIT_BYTES = 4 << 20
 _ID_BYTES = 8
@@ -198,7 +198,7 @@ class Token:
     grant: ArenaGrant
 
     def line(self) -> str:
-        """Its line in the file."""
+        """The token's line in the file."""
         return f"{self.name} {self.digest.hex()} {':'.join((self.grant.tenant, *self.grant.words()))}"
 
 
@@ -210,7 +210,7 @@ def new_secret() -> str:
 def digest_of(secret: str) -> bytes:
     """The digest of a token, as the file has it.
 
-    Its text is too random to be guessed from that, without salt too.
+    The text is too random to be guessed from the digest, also without salt.
     """
     return hashlib.sha256(secret.encode()).digest()
 
@@ -221,8 +221,8 @@ class Tokens:
     def __init__(self, tokens: Mapping[bytes, Token] | None = None) -> None:
         """`tokens`: by digest."""
         self.by_digest = dict(tokens or {})
-        # Found by a part of the hash, which a caller cannot choose, and compared in constant time by all of
-        # it.
+        # The table has a part of the hash, which a caller cannot choose. The whole hash is compared in
+        # constant time.
         self._by_id = {digest[:_ID_BYTES]: token for digest, token in self.by_digest.items()}
 
     def find(self, secret: str) -> Token | None:
@@ -235,7 +235,7 @@ class Tokens:
 def read_tokens(path: Path) -> Tokens:
     """The tokens of a file. Raises InvalidConfiguration."""
     try:
-        # The callers' rights are there to be changed by who may write it.
+        # Whoever may write the file may change the callers' rights.
         check_secret(path, secret_refusal("token_hashes", path))
         with path.open("rb") as file:
             # One byte more tells a file that is too large from one that just fits.
@@ -251,7 +251,7 @@ def read_tokens(path: Path) -> Tokens:
         try:
             token = _parse(line)
         except ValueError as error:
-            # Not the line itself, which may be a secret that should not be there.
+            # The line itself is not shown: it may be a secret that should not be there.
             raise InvalidConfiguration(source=f"{path}, line {number}", problem=str(error)) from error
         if token.digest in tokens:
             raise InvalidConfiguration(source=f"{path}, line {number}", problem="the token is there twice")

@@ -21,14 +21,14 @@ from ctxcache.errors import FileAlreadyExists, FileUnusable
 from ctxcache.runtime.files import open_private
 from ctxcache.simulate.recorded import FORMAT, VERSION
 
-# Numbers that stand for a name: 64 bits, which JSON readers would round.
+# These numbers stand for names: 64 bits, which JSON readers would round.
 HASHES = frozenset(("session", "tenant", "source"))
 CALL_FIELDS = tuple(
     (field.name, field.default is None)
     for field in fields(RecordedCall)
     if field.name not in ("at_ns", "kind")
 )
-"""Fields of a call's line, and whether each may be untold."""
+"""Fields of a call's line, and whether each may be left out."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class RecordedFile:
 
 
 def values_of(call: RecordedCall) -> dict[str, object]:
-    """The fields of a call's line; what is 0 and says nothing is left out."""
+    """The fields of a call's line, without zeros that tell nothing."""
     values: dict[str, object] = {
         "at_ms": round(call.at_ns / 10**6, 3),
         "call": call.kind.name.lower(),
@@ -86,7 +86,7 @@ class Lines:
             self._line({"lost": part.lost_count, "at_ms": round(written.elapsed_s * 1000, 3)})
 
     def end(self) -> None:
-        """Write what tells a whole recording from one that was cut off."""
+        """Write the mark of a whole recording. A recording that was cut off has none."""
         written = self.written
         self._line(
             {
@@ -114,9 +114,9 @@ def created(path: Path) -> Iterator[TextIO]:
         if isinstance(error.__cause__, FileExistsError):
             raise FileAlreadyExists(path=str(path)) from error
         raise
-    # Also of writes: an error of one that names no file would be told as standard output's.
+    # Errors of writes are included: an error that names no file would be told as standard output's.
     with refusals_of_file(str(path)), os.fdopen(opened, "wb") as raw:
-        # Fast: a recording is written beside a server.
+        # The compression is fast: a recording is written beside a server.
         file = gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=3) if path.suffix == ".gz" else raw
         with file, io.TextIOWrapper(file, encoding="utf-8") as text:
             yield text
@@ -129,7 +129,7 @@ def write(parts: Iterable[RecordingPart], file: TextIO) -> Iterator[RecordedFile
     try:
         for part in parts:
             lines.write(part)
-            # A part that was announced is in the file, even if this process ends.
+            # A part that was yielded is in the file, even if this process ends.
             file.flush()
             yield lines.written
     except Exception:

@@ -31,7 +31,7 @@ _ROOT = 0
 
 
 def keep_private() -> None:
-    """Let no file that this process makes from here on be another user's to read."""
+    """Make every new file of this process readable for this user alone."""
     os.umask(0o077)
 
 
@@ -51,13 +51,13 @@ def open_private(path: str | Path, flags: int) -> int:
 def check_directory(path: Path) -> None:
     """Raise DataDirectoryUnusable for a directory that others may change, or OSError. Changes nothing.
 
-    It is this user's, or root's: a volume that is mounted belongs to root, and may be written by a group of
-    this process.
+    The directory belongs to this user or to root: a mounted volume is root's, and a group of this process may
+    write to it.
     """
     status = path.stat()
     mode = stat.S_IMODE(status.st_mode)
     _check_owner(path, status)
-    # The sticky bit lets everybody add and only owners remove: such a directory (/tmp) may hold one of ours.
+    # In a sticky directory (/tmp) everybody may add, and only owners remove: it may hold one of ours.
     if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
         problem = f"every user may write to it (mode {mode:04o}): chmod 700 {path}, or name one below it"
         raise DataDirectoryUnusable(path=str(path), problem=problem)
@@ -100,14 +100,14 @@ def check_secret(path: Path, fail: Callable[[str], CacheError]) -> None:
 
     Links are followed: mounts of secrets have them.
 
-    Others may have no right to it. A group may read what is root's where the group is root's or this
-    process's: so a pod's secrets are mounted.
+    Other users may have no right to the file. A group may read root's file where the group is root's or this
+    process's: a pod's secrets are mounted so.
     """
     status = path.stat()
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in (_ROOT, os.geteuid()):
         raise fail(f"it belongs to user {status.st_uid}, and this process is user {os.geteuid()}")
-    # From the strictest to the mildest: the first refusal names the fix.
+    # The checks go from the strictest to the mildest: the first refusal names the fix.
     if mode & stat.S_IRWXO:
         raise fail(f"every user may {_rights(mode)} it (mode {mode:04o}): chmod 600 {path}")
     is_mounted = status.st_uid == _ROOT and (status.st_gid == _ROOT or _is_our_group(status.st_gid))
@@ -116,23 +116,23 @@ def check_secret(path: Path, fail: Callable[[str], CacheError]) -> None:
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """Numbers that change with a file, or with the rights to it; none where it is not there."""
+    """Numbers that change with a file, or with the rights to it; none for a missing file."""
     try:
         status = path.stat()
     except OSError:
         return ()
-    # A file that was refused for its mode is another one when that is mended: its content has not changed.
+    # A refused file whose mode is mended gets another stamp, though its content has not changed.
     return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether a file was not read for a lack of descriptors or memory, which is no fault of the file's."""
+    """Whether a file was not read for a lack of descriptors or memory, which is no fault of the file."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def secret_refusal(source: str, path: Path) -> Callable[[str], CacheError]:
-    """Say of the setting `source` why its file is refused."""
+    """Make the refusal of a file that the setting `source` names."""
     return lambda problem: InvalidConfiguration(source=source, problem=f"{path}: {problem}")
 
 
@@ -159,7 +159,7 @@ def _loose(paths: Iterable[Path]) -> Iterable[tuple[Path, os.stat_result]]:
             status = path.stat()
         except FileNotFoundError:
             continue
-        # Another user's is handed out even with tight rights, to be refused.
+        # Another user's path is yielded even with tight rights, so that it is refused.
         is_ours = status.st_uid == os.geteuid()
         if not is_ours or stat.S_IMODE(status.st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
             yield path, status
@@ -185,7 +185,7 @@ CHECKSUM = "checksum"
 #     directory synced                    NAME as it is to be
 def write_facts(path: Path, facts: Mapping[str, object]) -> None:
     """Write the file and sync it. Raises OSError."""
-    # Synced before it gets its name, and the name before anything relies on it.
+    # The bytes are synced before the file gets its name, and the name before anything relies on it.
     partial = path.with_name(f"{path.name}.partial")
     fd = open_private(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
@@ -203,7 +203,7 @@ def read_facts(path: Path, *, is_checksum_needed: bool = True) -> dict[str, Any]
         checksum = facts.pop(CHECKSUM, None)
     except (ValueError, AttributeError, TypeError) as error:
         raise CorruptMetadata(where=str(path), problem=f"it does not parse: {error!r}") from error
-    # A file of an older version has none; where one is there it has to match.
+    # A file of an older version has no checksum. A checksum that is there has to match.
     if checksum != _checksum(facts) and (checksum is not None or is_checksum_needed):
         raise CorruptMetadata(where=str(path), problem="its checksum does not match")
     return dict(facts)
@@ -219,5 +219,5 @@ def sync_directory(path: Path) -> None:
 
 
 def _checksum(facts: Mapping[str, object]) -> str:
-    # Keys are sorted: the order in which they were written says nothing.
+    # Keys are sorted: their order in the file has no meaning.
     return xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())

@@ -1,7 +1,7 @@
-"""Reload: settings read again while the server runs, and what of them holds from then on.
+"""Reload: settings are read again while the server runs, and some of them change.
 
-All or nothing: what cannot be read, or cannot be meant, changes nothing. Worst case: a setting that was
-changed and needs a restart, which is named each time until then.
+A reload is all or nothing: settings that cannot be read, or contradict each other, change nothing. Worst
+case: a changed setting that needs a restart, which is named each time until then.
 """
 
 import json
@@ -30,7 +30,7 @@ class Reloading:
     """The settings of a running server. Owned by the event loop."""
 
     def __init__(self, settings: Settings, cache: Cache, read: Callable[[], Settings]) -> None:
-        """`read` reads them again, as they were read at the start."""
+        """`read` reads the settings as at the start."""
         self.settings = settings
         self._cache = cache
         self._read = read
@@ -41,13 +41,13 @@ class Reloading:
         return ((name, json.dumps(values[name]), knob.can_reload) for name, knob in KNOBS.items())
 
     def run(self) -> Reloaded:
-        """Read and change. Raises InvalidConfiguration; then nothing has changed."""
+        """Read the settings and change them. Raises InvalidConfiguration; then nothing has changed."""
         read = self._read()
         differing = [name for name in KNOBS if getattr(read, name) != getattr(self.settings, name)]
         changed = tuple(name for name in differing if KNOBS[name].can_reload)
         pending = tuple(name for name in differing if not KNOBS[name].can_reload)
         update = {name: getattr(read, name) for name in changed}
-        # Settings that agree in the file may disagree with those that wait for a restart.
+        # Settings that agree in the file may contradict those that wait for a restart.
         settings = Settings.model_validate({name: getattr(self.settings, name) for name in KNOBS} | update)
         self._apply(settings)
         self.settings = settings
@@ -56,7 +56,7 @@ class Reloading:
 
     def _apply(self, settings: Settings) -> None:
         cache = self._cache
-        # First what can refuse: until here nothing has changed.
+        # The step that can refuse comes first: until here nothing has changed.
         try:
             cache.ledger.usage.shares.become(settings.tenant_shares)
         except ValueError as error:

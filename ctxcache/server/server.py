@@ -107,7 +107,7 @@ SERVICES = (
 )
 
 
-# From nothing to serving and back. Whatever fails on the way up closes all below it, in reverse:
+# From nothing to serving and back. A failure on the way up closes all below it, in reverse:
 #
 #     up                                           down (`stop`)
 #     ──────────────────────────────────────────   ─────────────────────────────────────────────────────
@@ -143,7 +143,7 @@ class Server:
                 "concurrent streams", settings.max_concurrent_streams, turns=Turns(), is_divided=is_divided
             ),
             Admission("local clients", settings.max_local_clients, is_divided=is_divided),
-            # An engine that reconnects may have a dead stream yet.
+            # An engine that reconnects may still have a dead stream.
             Admission("engines' streams", 2 * settings.max_engines, is_divided=is_divided),
             Admission("operators' calls", OPERATORS_LIMIT),
         )
@@ -158,7 +158,7 @@ class Server:
             connection_limit=settings.max_bulk_connections,
             tls=self._tls,
         )
-        # Asked at each health check: metadata that takes no changes says why.
+        # Each health check asks for the problem: metadata that takes no changes says why.
         self._health = Health(SERVICES, lambda: storage.metadata.problem)
         self._doors = Doors(self._admissions, self._health)
         self._lag, self._rpc_times = LoopLag(), RpcTimes()
@@ -172,7 +172,7 @@ class Server:
             tls=None if metrics_tls is None else lambda: metrics_tls.context,
         )
         newcomers = Newcomers()
-        # One order of turns for gRPC and for local clients: neither way gets ahead of the other.
+        # gRPC and local clients share one order of turns: neither way gets ahead of the other.
         self._local_turns = Turns(newcomers)
         self._edge = Edge(
             self._admissions,
@@ -209,12 +209,12 @@ class Server:
 
     @property
     def metrics_address(self) -> str:
-        """Where metrics are served, `host:port`; empty where they are not."""
+        """The address of the metrics, `host:port`; empty where they are not served."""
         return self._metrics.address
 
     @property
     def bulk_addresses(self) -> tuple[str, ...]:
-        """Where the bulk channel listens."""
+        """Addresses on which the bulk channel listens."""
         return self._bulk.addresses
 
     @classmethod
@@ -227,7 +227,7 @@ class Server:
         spans: Spans | None = None,
         read_again: Callable[[], Settings] | None = None,
     ) -> "Server":
-        """Open the data, load it, listen; where settings say so, with metadata made anew if need be.
+        """Open the data, load it and listen. Where settings say so, damaged metadata is made anew first.
 
         `on_loaded` is called before the first address is bound; `read_again` reads settings anew for
         `reload`; `spans` are told instead of whom settings name. Raises DataDirectoryUnusable, FormatTooNew,
@@ -241,7 +241,7 @@ class Server:
                 raise
             log.error("metadata_rebuild_begins error=%s", error)  # noqa: TRY400  the sentence says all
         await asyncio.to_thread(_rebuild, settings)
-        # Once: a rebuilt store that does not load either is beyond this.
+        # This happens once: a rebuilt store that does not load either is beyond this.
         return await cls._start(settings, clock, on_loaded, spans, read_again)
 
     @classmethod
@@ -253,7 +253,7 @@ class Server:
         spans: Spans | None,
         read_again: Callable[[], Settings] | None,
     ) -> "Server":
-        # Tenants are told apart only where callers are: everybody is one tenant otherwise.
+        # Tenants are told apart only where callers are. Else everybody is one tenant.
         identification = identified_by(settings.identities, settings.token_hashes)
         is_divided = not identification.is_open
         with ExitStack() as files:
@@ -285,13 +285,13 @@ class Server:
             reloading = Reloading(settings, cache, read_again or (lambda: settings))
             server = cls(reloading, storage, cache, files, identification, lessons)
             await server._listen()
-            # From here on the server closes them; before, any error does.
+            # The server closes the files from here on; before, any error does.
             server._files = files.pop_all()
         return server
 
     @property
     def session_count(self) -> int:
-        """Sessions it has."""
+        """Sessions in the store."""
         return self.cache.ledger.session_count
 
     @property
@@ -300,7 +300,7 @@ class Server:
         return self._reloading.settings
 
     def reload(self) -> Reloaded:
-        """Read again what may change while it runs: settings, and the token file.
+        """Read the reloadable settings and the token file again.
 
         Raises InvalidConfiguration.
         """
@@ -308,7 +308,7 @@ class Server:
         return self._reloading.run()
 
     def reload_or_log(self) -> None:
-        """As `reload`, for whom nobody answers."""
+        """As `reload`, where no caller waits for the answer."""
         try:
             self.reload()
         except InvalidConfiguration as error:
@@ -317,7 +317,7 @@ class Server:
     async def stop(self) -> None:
         """Finish what runs, flush, close. Raises the first failure to flush, with everything closed."""
         with self._files:
-            # First, so that a call that comes now is told to go elsewhere instead of running into the
+            # The doors close first, so that a new call is told to go elsewhere instead of running into the
             # deadline.
             self._doors.close_for_good()
             patience_s = self.settings.drain_timeout_s
@@ -326,12 +326,12 @@ class Server:
                 self._control.stop(patience_s),
                 self._bulk.drain(patience_s),
             )
-            # Behind the last call: those that were running may have waited for room that upkeep makes.
+            # Upkeep ends behind the last call: running calls may have waited for room that upkeep makes.
             for task in filter(None, (self._upkeep, *self._watches)):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-            # Dirty state has no writer any more, so that what is flushed here is all there is.
+            # Dirty state has no writer any more, so that this flush writes all there is.
             try:
                 await self.cache.close()
             finally:
@@ -341,26 +341,26 @@ class Server:
             await self._lessons.keep()
             if isinstance(clock := self.cache.state.clock, StoreClock):
                 await clock.keep()
-            # Last of all writes: a run that fails before it counts as a crash.
+            # This is the last of all writes: a run that fails before it counts as a crash.
             self.storage.directory.end_run()
 
     async def _listen(self) -> None:
         try:
             await self._open_doors()
             self._add_services()
-            # From here on something may be acknowledged that a crash would take back.
+            # From here on the server may acknowledge changes that a crash would take back.
             self.storage.directory.begin_run()
         except CacheError:
             await self._metrics.stop()
             self._bulk.close()
             await self._control.stop(0)
-            # Addresses may be bound by now.
+            # Some addresses may be bound by now.
             await self._ports.give_up()
             raise
         await self._ports.server.start()
         self._lag.start()
         self._recording.start()
-        # Only with everything ready: a health check that says yes is a promise.
+        # The doors open last: a health check that says yes is a promise.
         self._doors.open()
         loop = asyncio.get_running_loop()
         self._upkeep = loop.create_task(Upkeep(self.cache).run())
@@ -375,12 +375,12 @@ class Server:
         if isinstance(clock := self.cache.state.clock, StoreClock):
             watches.append(clock.run)
         self._watches = [loop.create_task(kept_up(watch)) for watch in watches]
-        # In the background: touching every page of a large arena takes long.
+        # The pages are touched in the background: a large arena takes long.
         if self.settings.arena_prefault:
             self.storage.arena.prefault()
 
     async def _open_doors(self) -> None:
-        # TCP first: the port that was chosen for `:0` is the first address that is told.
+        # TCP comes first: the port that was chosen for `:0` is the first address that is told.
         self.addresses = tuple(self._ports.bind(address) for address in targets(self.settings))
         for address in self.addresses:
             self._connections.add(address)
@@ -399,7 +399,7 @@ class Server:
         try:
             await self._metrics.start(host, port)
         except AddressUnusable as error:
-            # By itself the port beside the server's may be another's: no reason not to serve.
+            # The default port beside the server's may be another's, which is no reason not to serve.
             if self.settings.metrics_listen != "auto":
                 raise
             log.warning("metrics_off error=%s", error)
@@ -427,7 +427,7 @@ class Server:
         )
 
     def _shows_names(self) -> bool:
-        """On the status page, which asks nobody who they are."""
+        """Whether the status page, which has no callers, shows names."""
         wanted = self.settings.status_names
         if wanted != "auto":
             return wanted == "on"
@@ -479,8 +479,8 @@ def _connection_limit(settings: Settings) -> int:
 
 
 async def _load(cache: Cache) -> None:
-    # The collector would walk all that is there again and again while it is loaded, a third of the
-    # time, and stop everything for a second at each full collection afterwards.
+    # The collector would walk the growing heap again and again during the load, a third of the time.
+    # Afterwards each full collection would stop everything for a second.
     gc.disable()
     try:
         await cache.open()
@@ -490,7 +490,7 @@ async def _load(cache: Cache) -> None:
 
 
 def _policy(settings: Settings, storage: Storage) -> Ranked:
-    # Segments in DRAM are on SSD too: to a policy they hold together what SSD holds.
+    # Segments in DRAM are on SSD too: to a policy both together hold what SSD holds.
     dram_bytes, ssd_bytes = sum(storage.arena.capacities_bytes), sum(storage.ssd.capacities_bytes)
     capacities = Capacities(dram_bytes, max(ssd_bytes - dram_bytes, 0))
     cost = MissCost(Objective(settings.placement_objective), settings.prefill_tokens_per_s)

@@ -33,7 +33,7 @@ SSD_CAP_BYTES = 32 * GIB
 PREFIX = "CTXCACHE_"
 Source = Literal["option", "environment", "file", "default"]
 OTHERS = ("CONFIG", "TARGET", "MALLOC", "TOKEN_FILE", "TLS_CA", "TLS_CLIENT_CERTIFICATE", "TLS_CLIENT_KEY")
-"""Other variables with that prefix, for clients and commands."""
+"""Other variables with the same prefix, for clients and commands."""
 
 
 def parse_size(value: object) -> object:
@@ -47,7 +47,7 @@ def split_paths(value: object) -> object:
 
 
 def parse_tenant_shares(value: object) -> object:
-    """`a=0.5,b=0.2:0.4` or a table: of each tenant the share and, unless that is 1, the limit.
+    """`a=0.5,b=0.2:0.4` or a table: the share of each tenant and, unless it is 1, the limit.
 
     Raises ValueError.
     """
@@ -224,7 +224,7 @@ class Settings(BaseSettings):
 
 
 def differing(settings: Settings) -> dict[str, str]:
-    """Settings that are not at their default, as text; of rules only how many there are."""
+    """Settings that are not at their default, as text. Rules are counted."""
     shown_values = {}
     for name, value in json.loads(settings.model_dump_json()).items():
         if getattr(settings, name) != KNOBS[name].default:
@@ -251,8 +251,7 @@ def load_with_sources(
 ) -> tuple[Settings, dict[str, Source]]:
     """Settings as `load` has them, and where each comes from. Raises InvalidConfiguration."""
     given = {name: value for name, value in arguments.items() if value is not None}
-    # A misspelt name would be ignored by pydantic, and a server would run with other settings than were
-    # meant.
+    # pydantic would ignore a misspelt name, and the server would run with unintended settings.
     known = {knob.variable for knob in KNOBS.values()} | {PREFIX + name for name in OTHERS}
     if stray := {name for name in os.environ if name.upper().startswith(PREFIX)} - _as_spelt(known):
         raise InvalidConfiguration(source="environment", problem=f"unknown name {min(stray)}")
@@ -261,7 +260,7 @@ def load_with_sources(
     try:
         settings = Settings(**{**below, **given})
     except ValidationError as error:
-        # The first is enough: whoever mends it sees the next.
+        # One error is enough: whoever mends it sees the next.
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         problem = _unknown(field) if first["type"] == "extra_forbidden" else first["msg"]
@@ -284,7 +283,7 @@ def _is_in_environment(name: str) -> bool:
 
 
 def _as_spelt(variables: set[str]) -> set[str]:
-    """Those of the environment's names that are one of these in any case, as pydantic reads them."""
+    """Variables of the environment that spell one of these names in any case, as pydantic reads them."""
     return {name for name in os.environ if name.upper() in variables}
 
 

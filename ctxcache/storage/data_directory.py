@@ -73,14 +73,14 @@ class DataDirectory:
         path = Path(path)
         with _refusals(path):
             claim_directory(path)
-            # Before the lock, which would be the first of our files in somebody's directory.
+            # This check comes before the lock, which would be our first file in somebody's directory.
             _check_not_foreign(path)
             lock_fd = _lock(path)
             # Everything is read under the lock.
             try:
                 facts = _read_or_create_format(path, created_by)
                 runs = _read_runs(path)
-                # The run that is over counts now. It is written down when the next run begins.
+                # The last run counts now. The count is written down when the next run begins.
                 crash_count = int(runs["crash_count"]) + (not runs["is_clean"])
                 return cls(
                     path,
@@ -127,11 +127,11 @@ class DataDirectory:
 
     @property
     def metadata_path(self) -> Path:
-        """Where the metadata store keeps its files."""
+        """The metadata store's directory."""
         return self.path / METADATA
 
     def tighten(self) -> None:
-        """Take everybody else's rights to what is in it. Raises DataDirectoryUnusable."""
+        """Take everybody else's rights to the directory's files. Raises DataDirectoryUnusable."""
         with _refusals(self.path):
             tighten(entries(self.path))
 
@@ -149,7 +149,7 @@ class DataDirectory:
             _note_run(self.path, self.crash_count, is_clean=True)
 
     def close(self) -> None:
-        """Let go of the lock; the last thing a server does with the directory."""
+        """Give back the lock. A server does this last."""
         os.close(self._lock_fd)
 
     def __enter__(self) -> Self:
@@ -172,7 +172,7 @@ class FreshDirectory:
     @classmethod
     @contextmanager
     def begin(cls, path: Path) -> Iterator[Self]:
-        """Claim an empty directory, or one in which this was begun before.
+        """Claim an empty directory, or one of an earlier try.
 
         Raises DataDirectoryUnusable, CorruptMetadata.
         """
@@ -184,8 +184,8 @@ class FreshDirectory:
             with _refusals(path):
                 # The directory is checked once more: another import may have finished meanwhile.
                 _check_fresh(path)
-                # The id is drawn once: an import that was cut off goes on with it, and its SSD directories
-                # are still its own.
+                # The id is drawn once: an interrupted import goes on with it, and its SSD directories are
+                # still its own.
                 if not (path / RESTORING).exists():
                     write_facts(path / RESTORING, {"instance_id": secrets.token_hex(16)})
                 yield cls(path, str(read_facts(path / RESTORING)["instance_id"]), lock_fd)
@@ -194,12 +194,12 @@ class FreshDirectory:
 
     @property
     def metadata_path(self) -> Path:
-        """Where the metadata store is to keep its files."""
+        """The directory for the metadata store."""
         return self.path / METADATA
 
     def finish(self, *, crash_count: int, created_by: str) -> None:
-        """Make it a data directory. All that is in it is on disk by now. Raises OSError."""
-        # RUNS before FORMAT: a directory that has FORMAT and no RUNS has lost it.
+        """Make it a data directory. All its contents are on disk by now. Raises OSError."""
+        # RUNS is written before FORMAT: a directory that has FORMAT and no RUNS has lost RUNS.
         _note_run(self.path, crash_count, is_clean=True)
         _write_format(self.path, self.instance_id, created_by)
         sync_directory(self.path.parent)
@@ -216,7 +216,7 @@ def entries(path: Path) -> list[Path]:
 
 
 def check_not_restoring(path: Path) -> None:
-    """Raise DataDirectoryUnusable where an archive was laid out, and not to the end."""
+    """Raise DataDirectoryUnusable where laying out an archive was begun and not finished."""
     # A directory that may not be read is refused elsewhere: these do not raise.
     if os.path.exists(path / RESTORING) and not os.path.exists(path / _FORMAT):  # noqa: PTH110
         problem = "an import into it did not end: `ctxcache import --new-store` begins it anew"
@@ -247,7 +247,7 @@ def _refusals(path: Path) -> Iterator[None]:
 
 def _check_locale(path: Path) -> None:
     """RocksDB and messages take the text of a path as UTF-8, and the system takes its bytes."""
-    # A byte that the locale has no character for is a surrogate, of which "replace" makes a question mark.
+    # A byte without a character in the locale is a surrogate, of which "replace" makes a question mark.
     if str(path).encode(errors="replace") != os.fsencode(path):
         problem = "its path is not UTF-8 in this locale: name another one, or start with LC_ALL=C.UTF-8"
         raise DataDirectoryUnusable(path=ascii(str(path)), problem=problem)
@@ -256,7 +256,7 @@ def _check_locale(path: Path) -> None:
 def _check_not_foreign(path: Path) -> None:
     check_not_restoring(path)
     names = {entry.name for entry in path.iterdir()}
-    # Entries that mkfs leaves, or our own interrupted creation, are nobody's work.
+    # Entries of mkfs, or of our own interrupted creation, are nobody's work.
     foreign = sorted(names - _MAY_PRECEDE)
     if _FORMAT not in names and foreign:
         problem = f"it is not empty and has no {_FORMAT} file, so it is not ours ({foreign[0]} is in it)"
@@ -266,7 +266,8 @@ def _check_not_foreign(path: Path) -> None:
 def _lock(path: Path) -> int:
     fd = open_private(path / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        # The lock goes with the process, however it ends. A pid in the file is for people, not for the check.
+        # The lock goes with the process, however it ends. The pid in the file is for people, not for the
+        # check.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d\n" % os.getpid(), 0)
@@ -286,7 +287,7 @@ def _read_or_create_format(path: Path, created_by: str) -> dict[str, Any]:
     try:
         return _parse_format(path)
     except FileNotFoundError:
-        # First: a directory with a FORMAT and no RUNS has lost it.
+        # RUNS is written first: a directory with a FORMAT and no RUNS has lost RUNS.
         _note_run(path, 0, is_clean=True)
         _write_format(path, secrets.token_hex(16), created_by)
         sync_directory(path.parent)
@@ -294,7 +295,7 @@ def _read_or_create_format(path: Path, created_by: str) -> dict[str, Any]:
 
 
 def _parse_format(path: Path) -> dict[str, Any]:
-    # Format first, checksum later: a format of the future may write its checksum in another way.
+    # The format is read first, the checksum later: a later format may have another kind of checksum.
     facts = read_facts(path / _FORMAT, is_checksum_needed=False)
     try:
         format_number, _ = int(facts["format"]), str(facts["instance_id"])
@@ -310,7 +311,7 @@ def _parse_format(path: Path) -> dict[str, Any]:
             " name a new one"
         )
         raise DataDirectoryUnusable(path=str(path), problem=problem)
-    # Read once more with its checksum, now that the format is known.
+    # The format is known now, so that the checksum is verified.
     return read_facts(path / _FORMAT)
 
 
@@ -326,7 +327,7 @@ def _mend_format(path: Path, instance_id: str, created_by: str) -> None:
 
 
 def _read_runs(path: Path) -> dict[str, Any]:
-    """How earlier runs ended."""
+    """The outcome of earlier runs."""
     try:
         runs = read_facts(path / _RUNS)
         return {"crash_count": int(runs["crash_count"]), "is_clean": bool(runs["is_clean"])}

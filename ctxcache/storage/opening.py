@@ -1,9 +1,9 @@
 """Storage: the places where bytes and records lie, opened in the order in which that is safe.
 
-The only place that knows concrete tiers and stores. Everything is looked at before anything is written,
-and the SSD files are claimed before what lies beside them is touched. The records are open for reading alone
-until the cache has read them all and begins. Worst case: one of them refuses, and nothing stays open, and no
-SSD directory is given a number then.
+No other module knows concrete tiers and stores. Everything is looked at before anything is written, and the
+SSD files are claimed before their neighbours are touched. The records are open for reading alone until the
+cache has read them all and begins. Worst case: a part refuses. Then nothing stays open, and no SSD directory
+is given a number.
 """
 
 import logging
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The places, open. `faults` None: nobody may inject any."""
+    """The opened places. `faults` None: nobody may inject any."""
 
     directory: DataDirectory
     arena: DramArena
@@ -48,7 +48,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Untouched:
-    """The places of a store that is only looked at, open."""
+    """The opened places of a store that is only looked at."""
 
     directory: DataDirectory
     arena: DramArena
@@ -57,7 +57,7 @@ class Untouched:
 
 
 def ssd_directories_of(settings: Settings) -> tuple[Path, ...]:
-    """The SSD directories as they are named, or the one that is meant."""
+    """The SSD directories of the settings, or the default one."""
     return settings.ssd_directories or (settings.data_directory / "ssd",)
 
 
@@ -68,7 +68,7 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     TierFailure.
     """
     faults = Faults(SystemClock()) if settings.fault_injection else None
-    # Said in the log of every start: a store with faults must not be taken for one without.
+    # The log of every start says this: a store with faults must not be taken for one without.
     if faults:
         log.warning("fault_injection_on data_directory=%s", settings.data_directory)
     named = ssd_directories_of(settings)
@@ -87,7 +87,7 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     directory, ssd_directories = _recognised(settings, files)
     ordered = tuple(ssd_directory.path for ssd_directory in ssd_directories)
     directory.tighten()
-    # The arena first: what it refuses leaves no large file behind.
+    # The arena comes first: its refusal leaves no large file behind.
     arena = open_arena(settings, directory.instance_id)
     files.callback(arena.close)
     paths = _ssd_paths(settings, ssd_directories, directory.instance_id)
@@ -104,7 +104,7 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
 
 
 def open_untouched(settings: Settings, files: ExitStack) -> Untouched:
-    """Open everything that is there, and change none of it; `files` closes it. Raises as `open_storage`."""
+    """Open the present parts, and change none of them; `files` closes them. Raises as `open_storage`."""
     directory, ssd_directories = _recognised(settings, files)
     paths = [
         SsdPath(
@@ -135,7 +135,8 @@ def _recognised(settings: Settings, files: ExitStack) -> tuple[DataDirectory, tu
     """The data directory, locked, and its SSD directories by number."""
     named = ssd_directories_of(settings)
     check_not_restoring(settings.data_directory)
-    # SSD directories in use without their data directory: a fresh one would give their slots to others.
+    # SSD directories may be in use without their data directory: a fresh one would give their slots to
+    # others.
     check_not_orphaned(settings.data_directory, named)
     directory = DataDirectory.open(settings.data_directory, created_by=f"ctxcache {version('ctxcache')}")
     files.callback(directory.close)
@@ -144,14 +145,14 @@ def _recognised(settings: Settings, files: ExitStack) -> tuple[DataDirectory, tu
 
 
 def _check_room(data_directory: Path) -> None:
-    """Raise CapacityExceeded where a start could not write what it has to; the lock itself may fail then."""
+    """Raise CapacityExceeded where a start lacks room for its writes. The lock itself may fail then."""
     places = (data_directory / METADATA, data_directory)
     for place in [place for place in places if os.path.isdir(place)][:1]:  # noqa: PTH112  it does not raise
         check_room_to_open(place)
 
 
 def _present_bytes(directory: Path) -> int:
-    """The size of the file that is there, which is left as it is."""
+    """The size of the present file, which is left as it is."""
     path = directory / FILE_NAME
     try:
         return path.stat().st_size // ALIGN_BYTES * ALIGN_BYTES
@@ -164,7 +165,7 @@ def _present_bytes(directory: Path) -> int:
 
 def open_arena(settings: Settings, instance_id: str) -> DramArena:
     """An arena. The log tells how a default size came about, and of a size that may be too much."""
-    # Memory of servers that were killed stays taken until somebody removes it.
+    # The memory of killed servers stays taken until somebody removes it.
     for abandoned in remove_abandoned(settings.arena_directory):
         log.warning("abandoned_arena_removed path=%s", abandoned)
     wanted_bytes = settings.arena_size_bytes
@@ -186,7 +187,7 @@ def open_arena(settings: Settings, instance_id: str) -> DramArena:
 def _look_at_memory(size_bytes: int) -> None:
     """Warn of an arena that may be too much."""
     memory = memory_available()
-    # Huge pages of the pool are nobody's limit of memory.
+    # Huge pages of the pool count in nobody's limit of memory.
     if size_bytes > memory.available_bytes and size_bytes > free_huge_bytes():
         log.warning(
             "arena_above_memory size_bytes=%d available_bytes=%d by=%r",
@@ -215,7 +216,7 @@ def _size_bytes(settings: Settings, directory: Directory) -> int:
         problem = f"{directory.absence}, and how large its file was is not noted: start once with it"
         raise DataDirectoryUnusable(path=str(path), problem=problem)
     try:
-        # Made private before its size is looked at.
+        # The directory is made private before its size is looked at.
         claim_directory(path)
         tighten(entries(path))
         return align(settings.ssd_size_bytes) or ssd_bytes(path, FILE_NAME)
@@ -230,8 +231,8 @@ def _open_metadata(
     faults: Faults | None,
     hang_after_s: float,
 ) -> RocksDbMetadata:
-    """Without its first SSD directory it has no catalog, until a start with that."""
-    # Witness and catalog first, and closed if the metadata refuses.
+    """Open the metadata. Without its first SSD directory it has no catalog, until a start with that."""
+    # Witness and catalog are opened first, and closed if the metadata refuses.
     with ExitStack() as opened:
         present = [path for i, path in enumerate(ssd_directories) if i not in absent]
         store_path = data.metadata_path if data.metadata_path.exists() else data.path
@@ -244,7 +245,8 @@ def _open_metadata(
             catalog = Catalog(path, data.instance_id, hang_after_s=hang_after_s, beside=store_path)
             opened.callback(catalog.close, 0)
         store = partial(SlowMetadata, faults=faults) if faults else RocksDbMetadata
-        # Behind the locks of the files: two servers that start at once must not both give numbers.
+        # Numbers are given under the locks of the files: two servers that start at once must not both give
+        # them.
         before = partial(write_down, data.path, data.instance_id, ssd_directories, absent=absent)
         metadata = store(
             data.metadata_path, witness=witness, catalog=catalog, hang_after_s=hang_after_s, before=before

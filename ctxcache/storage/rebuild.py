@@ -38,14 +38,14 @@ from ctxcache.storage.ssd_directories import (
     write_down,
 )
 
-# From what, and in which order it is believed:
+# The sources, in the order in which they are believed:
 #
 #     catalog   which sessions there are, and the header checksum of each segment
 #     scan      at which places headers with that checksum are
 #     chunks    whether every byte there is what the header says
 #     witness   whether the catalog itself ends too early
 Place = tuple[int, ScannedSegment]
-"""The number of a directory, and where in its file."""
+"""The number of a directory, and the place in its file."""
 log = logging.getLogger(__name__)
 
 
@@ -70,16 +70,16 @@ class Rebuilt:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing that was durable is missing."""
+        """Whether every durable token is there."""
         return not (self.lost_token_count or self.missing_commit_count or self.problems)
 
 
 def rebuild(
     data_directory: Path, ssd_directories: Sequence[Path], *, created_by: str, is_dry_run: bool
 ) -> Rebuilt:
-    """Make the metadata anew; with `is_dry_run` only say what would come of it.
+    """Make the metadata anew. With `is_dry_run` only tell the outcome.
 
-    What refuses changes nothing. Raises NothingToRebuild, DataDirectoryUnusable, FormatTooNew,
+    A refusal changes nothing. Raises NothingToRebuild, DataDirectoryUnusable, FormatTooNew,
     CapacityExceeded.
     """
     try:
@@ -88,7 +88,7 @@ def rebuild(
             # Numbers come from the directories, before PATHS is needed.
             given = _numbered(ssd_directories)
             owners = [*map(instance_id_of, given), DataDirectory.instance_id_at(data_directory)]
-            # The SSD directories come first: the data directory may be what was lost.
+            # The SSD directories come first, since the data directory may be lost.
             instance_id = next(filter(None, owners), None)
             if instance_id is None and not data_directory.is_dir():
                 problem = "there is no data directory to make metadata for"
@@ -96,7 +96,7 @@ def rebuild(
             if instance_id is None:
                 problem = "no SSD directory says whose it is, so there is nothing to make metadata from"
                 raise NothingToRebuild(where=str(data_directory), problem=problem)
-            # Another store's directories would be given this store's sessions.
+            # Another store's directories would get this store's sessions.
             if owners[-1] not in (None, instance_id):
                 problem = f"the SSD directories belong to another data directory ({instance_id})"
                 raise DataDirectoryUnusable(path=str(data_directory), problem=problem)
@@ -125,16 +125,16 @@ def _claimed(directories: Sequence[Path]) -> Iterator[None]:
 
 
 def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, created_by: str) -> Rebuilt:
-    # All that refuses comes first, and the scan last of it: it may take an hour.
+    # All refusals come first. The scan is the last of them, for it may take an hour.
     check_not_restoring(data_directory)
     if data_directory.is_dir():
         check_room_to_open(data_directory)
     ordered = in_order(data_directory, instance_id, given, is_mended=True)
     contents = _read(ordered, instance_id)
     result, entries = _collect(ordered, instance_id, contents)
-    # Generations of commits that are gone were seen by clients.
+    # Clients saw generations of commits that are gone.
     generations = (s.generation for s in _sessions(contents.records))
-    # Above each generation that a record names, since no generation may stand for two contents.
+    # The next generations lie above those of all records, since no generation may stand for two contents.
     crash_count = (max(generations, default=0) >> records.GENERATION_BITS) + 1
     DataDirectory.mend(
         data_directory, instance_id=instance_id, crash_count=crash_count, created_by=created_by
@@ -143,21 +143,22 @@ def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, crea
         forget_unreadable(data_directory, ordered)
         write_down(data_directory, instance_id, ordered)
         fresh = data_directory / f"{METADATA}.rebuilt"
-        # Files that an earlier rebuild left half done.
+        # An earlier rebuild may have left half-done files.
         shutil.rmtree(fresh, ignore_errors=True)
         store = RocksDbMetadata(fresh)
-        # Behind the witnessed commits: otherwise the next start would take this metadata for an old copy.
+        # The number lies behind the witnessed commits: else the next start would take this metadata for an
+        # old copy.
         store.restore(entries, result.commit + result.missing_commit_count + 1)
         store.close()
-        # Commits that are gone had generations: those of the next run begin above them.
+        # Lost commits had generations: those of the next run begin above them.
         directory.begin_run()
         if contents.problems:
-            # The next run begins another catalog, and removes this one's files: by these names they stay.
+            # The next run begins another catalog, and removes this one's files. The links keep them.
             _link_all(ordered[0] / CATALOG, _free_name(ordered[0] / CATALOG))
         # Damaged metadata is kept under another name, for those who want to look into it.
         if directory.metadata_path.exists():
             directory.metadata_path.rename(_free_name(directory.metadata_path))
-        # Whole and closed before it gets its name: after a crash between the two a rebuild begins anew.
+        # The metadata is whole and closed before it gets its name: a crash in between begins a rebuild anew.
         fresh.rename(directory.metadata_path)
         sync_directory(data_directory)
     return result
@@ -165,7 +166,7 @@ def _replace(data_directory: Path, given: Sequence[Path], instance_id: str, crea
 
 def _read(directories: Sequence[Path], instance_id: str) -> CatalogContents:
     contents = read_catalog(directories[0] / CATALOG, instance_id)
-    # A catalog that cannot be read must not pass for that of an empty store.
+    # An unreadable catalog must not pass for that of an empty store.
     if not contents.records and contents.problems:
         raise NothingToRebuild(where=str(directories[0] / CATALOG), problem="; ".join(contents.problems))
     return contents
@@ -184,7 +185,7 @@ def _collect(
     kept = dict(_segments(contents, directories, places, result))
     sessions = list(_sessions(contents.records))
     listed = {segment_id for session in sessions for segment_id in session.segment_ids}
-    # Places that no record names: deleted segments, and earlier copies of tails that grew.
+    # No record names these places: deleted segments, and earlier copies of tails that grew.
     result.unlisted_segment_count = sum(map(len, places.values())) - sum(
         len(record.places) for record in kept.values()
     )
@@ -192,7 +193,7 @@ def _collect(
         _count(session, kept, result)
     result.segment_count = len(kept)
     others = [(k, v) for k, v in contents.records.items() if not k.startswith(records.SEGMENT_PREFIX)]
-    # Only segments that a session lists: a record of another would be removed at the next start.
+    # Only listed segments come back: the next start would remove the record of another.
     segments = [
         (records.segment_key(i), records.encode_segment(kept[i])) for i in sorted(listed & kept.keys())
     ]
@@ -200,7 +201,7 @@ def _collect(
 
 
 def _scan(directories: Sequence[Path], result: Rebuilt) -> Mapping[int, list[Place]]:
-    """Where each header is, by its checksum: a segment that was written twice has several places."""
+    """The places of each header by its checksum: a segment that was written twice has several places."""
     began_s = time.monotonic()
     places = defaultdict[int, list[Place]](list)
     for number, directory in enumerate(directories):
@@ -218,7 +219,7 @@ def _scan(directories: Sequence[Path], result: Rebuilt) -> Mapping[int, list[Pla
 def _segments(
     contents: CatalogContents, directories: Sequence[Path], places: Mapping[int, list[Place]], result: Rebuilt
 ) -> Iterator[tuple[int, SegmentRecord]]:
-    """The recorded segments that are there, each where it really is."""
+    """The recorded segments that are there, each at its real place."""
     for key, value in contents.records.items():
         if not key.startswith(records.SEGMENT_PREFIX):
             continue
@@ -232,13 +233,13 @@ def _segments(
 
 
 def _slots(record: SegmentRecord, directories: Sequence[Path], places: Iterable[Place]) -> list[Slot]:
-    """Where all of the segment is: where it is recorded, as far as it is there, or else at one other place.
+    """The whole segment's places: the recorded ones that are there, or else one other place.
 
-    Other places were given back, and may hold anything by now.
+    Other places were given back, and may hold any bytes by now.
     """
     recorded = [(slot.path_index, slot.offset_bytes) for slot in record.places]
     whole: list[Slot] = []
-    # Recorded places first: another copy counts only where none of them is whole.
+    # Recorded places come first: another copy counts only where none of them is whole.
     for number, scanned in sorted(
         places, key=lambda place: (place[0], place[1].offset_bytes) not in recorded
     ):
@@ -267,7 +268,7 @@ def _count(session: SessionRecord, kept: Mapping[int, SegmentRecord], result: Re
     for begin, end in session.live:
         position = begin
         for identity in sorted(identities, key=lambda i: i.begin):
-            # Segments may overlap where newest tokens were dropped and written anew.
+            # Segments may overlap where the newest tokens were dropped and written anew.
             if identity.begin <= position < identity.begin + identity.token_count:
                 position = min(identity.begin + identity.token_count, end)
         if position < end:
@@ -280,7 +281,7 @@ def _count(session: SessionRecord, kept: Mapping[int, SegmentRecord], result: Re
 
 
 def _numbered(directories: Sequence[Path]) -> tuple[Path, ...]:
-    """The directories by their numbers; as given where they have none."""
+    """The directories by their numbers, or as given where they have none."""
     numbers = [(number_of(path), i) for i, path in enumerate(directories)]
     order = sorted((i if number is None else number, i) for number, i in numbers)
     return tuple(directories[i] for _, i in order)
@@ -294,7 +295,7 @@ def _link_all(directory: Path, kept: Path) -> None:
 
 
 def _free_name(path: Path) -> Path:
-    """Where a damaged directory is kept."""
+    """A free name beside `path`, for a damaged directory."""
     return next(
         free
         for i in range(1, 1 << 16)

@@ -1,7 +1,7 @@
 """Scanning: what segments an SSD file holds, found without metadata.
 
-Reads the file once, in order, holes left out; a segment may begin at every 4 KiB. Knows no session and
-no record. Worst case: bytes that are no segment, which are passed over.
+The file is read once, in order, holes left out. A segment may begin at every 4 KiB. The scan knows no session
+and no record. Worst case: bytes that are no segment, which are passed over.
 """
 
 import errno
@@ -24,7 +24,7 @@ from ctxcache.format.layout import (
     header_checksum,
 )
 
-# Pages of eight megabytes, looked at by their first eight bytes alone: one comparison of a vector each.
+# Blocks are eight megabytes. The first eight bytes of each page are compared, as one vector.
 BLOCK_BYTES = 8 << 20
 _STREAM_COUNT_OFFSET = 96
 _MAGIC_WORD = int.from_bytes(MAGIC, "little")
@@ -33,7 +33,7 @@ _WORDS_PER_PAGE = ALIGN_BYTES // 8
 
 @dataclass(frozen=True, slots=True)
 class ScannedSegment:
-    """A segment whose header is whole; of its chunks nothing is known yet."""
+    """A segment with a whole header. Its chunks are not verified yet."""
 
     offset_bytes: int
     header: SegmentHeader
@@ -56,7 +56,7 @@ def scan(path: Path) -> Iterator[ScannedSegment]:
 
 
 def header_at(path: Path, offset_bytes: int) -> ScannedSegment | None:
-    """The segment that begins there; None when none does, or there is no file. Raises OSError."""
+    """The segment at that offset; None when none begins there, or there is no file. Raises OSError."""
     try:
         with path.open("rb", buffering=0) as file:
             return _header(file.fileno(), offset_bytes)
@@ -78,7 +78,7 @@ def is_whole(path: Path, segment: ScannedSegment) -> bool:
 
 
 def _extents(fd: int) -> Iterator[tuple[int, int]]:
-    """Where something was ever written, page-aligned."""
+    """The ranges of a file that were ever written, page-aligned."""
     size_bytes, offset = os.fstat(fd).st_size, 0
     while offset < size_bytes:
         try:
@@ -102,7 +102,7 @@ def _headers(fd: int, offset: int, block: memoryview) -> Iterator[ScannedSegment
 
 def _header(fd: int, begin: int) -> ScannedSegment | None:
     fixed = os.pread(fd, HEADER_FIXED_BYTES, begin)
-    # Before the checksum is known: a damaged count must not ask for gigabytes.
+    # The count is bounded before the checksum is known: a damaged one must not ask for gigabytes.
     stream_count = int.from_bytes(fixed[_STREAM_COUNT_OFFSET : _STREAM_COUNT_OFFSET + 4], "little")
     raw = os.pread(fd, HEADER_FIXED_BYTES + HEADER_STREAM_BYTES * min(stream_count, 1 << 16), begin)
     try:

@@ -1,9 +1,10 @@
-"""Frames of the control socket: what tells one message from the next.
+"""Frames of the control socket: the borders between messages.
 
     | length of the message, u32 little endian | kind, u8 | message |
 
-Knows kinds, lengths and the number that a request and its answer begin with, nothing else of messages. Worst
-case: a frame whose length is out of bounds raises InvalidArgument when its first five bytes are there.
+Frames know kinds, lengths and the number with which a request and its answer begin, and nothing else of
+messages. Worst case: a frame whose length is out of bounds raises InvalidArgument when its first five bytes
+are there.
 """
 
 import struct
@@ -14,7 +15,7 @@ from ctxcache.errors import InvalidArgument
 
 PROTOCOL_VERSION = 1
 MESSAGE_LIMIT_BYTES = 4 << 20
-"""Largest message taken, as of the gRPC services."""
+"""The largest message that is taken, as of the gRPC services."""
 NUMBER = b"\x08"
 """The beginning of a request and of an answer: the field of its number."""
 LENGTH_DELIMITED = 2
@@ -78,16 +79,15 @@ class FrameReader:
         """Bytes fed and not yet returned."""
 
     def feed(self, data: bytes) -> None:
-        """Take what came."""
-        # The rest is copied once per feed, and only if there is one: mostly a feed is one whole
-        # frame.
+        """Take bytes that came."""
+        # The rest is copied once per feed, and only if there is one: mostly a feed is one whole frame.
         self._rest = self._rest[self._begin :] + data if self.held_bytes else data
         self._begin = 0
         self.held_bytes = len(self._rest)
 
     def is_last(self, kind: FrameKind) -> bool:
-        """Whether what is held is whole frames, the last of them an empty one of that kind."""
-        # Frames are jumped over by their lengths: nothing is cut out, for the answer is mostly no.
+        """Whether the held bytes are whole frames, the last of them an empty one of that kind."""
+        # Frames are passed by their lengths: nothing is cut out, for the answer is mostly no.
         begin, is_end = self._begin, False
         while len(self._rest) - begin >= _HEAD.size:
             length, found_kind = _HEAD.unpack_from(self._rest, begin)
@@ -101,7 +101,7 @@ class FrameReader:
         if len(self._rest) < begin:
             return None
         length, kind = _HEAD.unpack_from(self._rest, self._begin)
-        # Known from the first five bytes: a length that lies is refused before anything is gathered for it.
+        # The first five bytes tell the length: a wrong one is refused before anything is gathered for it.
         if length > self._limit_bytes:
             raise InvalidArgument(field="frame", problem=f"{length} B are more than {self._limit_bytes}")
         end = begin + length

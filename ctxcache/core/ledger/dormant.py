@@ -5,10 +5,10 @@
                                └──────────┘ as the whole session that it is:
                      looked up by name, uid, segment or key; its time has come; the coldest of its account
 
-A session is dormant or known, never both. `add` and `add_read` are the only ways in, and `left` is the only
-way out. While it is dormant nothing of it is in memory, nobody uses it, no other session lists its segments,
-and its record is as it was read or written last. Its segments count as its tenant's, and their slots are
-taken. It takes some hundred bytes where a known session takes thousands. Owned by the ledger.
+A session is dormant or known, never both. `add` is the only way in, and `left` the only way out. A dormant
+session has nothing in memory, nobody uses it, no other session lists its segments, and its record is as it
+was read or written last. Its segments count as its tenant's, and their slots are taken. It takes some hundred
+bytes where a known session takes thousands. Owned by the ledger.
 """
 
 import sys
@@ -25,21 +25,21 @@ from ctxcache.core.placement.shares import EVERYONE
 
 UID_BYTES = 16
 PIECE = 1 << 10
-"""Numbers of a line that are moved at once."""
+"""Numbers that are moved at once."""
 Revive = Callable[[bytes, object, Callable[[int], object], TenantUse | None], Session]
-"""Makes a session of its uid, its record and those of its segments, which are counted as that use.
+"""Makes a session of its uid, its record and those of its segments, which count in the given use.
 
-Without one it has no segments.
+Without a use the session has no segments.
 """
 
 
-# In pieces, since a number comes into the middle of a million: a piece is moved, not all behind it. Twelve
-# bytes each, where a dict of objects takes a hundred.
+# A number comes into the middle of a million: the pieces bound what is moved. Twelve bytes each, where a dict
+# of objects takes a hundred.
 class Line:
     """Numbers in the order of their keys, then of themselves. O(log n), and a short move of memory."""
 
     def __init__(self, kind: str) -> None:
-        """`kind`: of the keys, as `array` has it."""
+        """`kind`: the type of the keys, as `array` names it."""
         self._kind = kind
         self._keys: list[array[int]] = []
         self._numbers: list[array[int]] = []
@@ -48,18 +48,18 @@ class Line:
 
     @classmethod
     def of(cls, kind: str, keys: "array[int]", numbers: "array[int]") -> Self:
-        """A line of keys that ascend, and equal ones by their numbers."""
+        """A line of ascending keys. Equal keys ascend by their numbers."""
         line = cls(kind)
         line.extend(keys, numbers)
         return line
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Each key and its number, in order. Nothing may come or go meanwhile."""
+        """Each key and its number, in order. The line must not change meanwhile."""
         for keys, numbers in zip(self._keys, self._numbers, strict=True):
             yield from zip(keys, numbers, strict=True)
 
     def extend(self, keys: "array[int]", numbers: "array[int]") -> None:
-        """Put numbers behind all that are in here, in order as `of` takes them."""
+        """Put numbers behind all others of the line, in order as `of` takes them."""
         begin = PIECE - len(self._keys[-1]) if self._keys else 0
         if begin:
             self._keys[-1].extend(keys[:begin])
@@ -69,12 +69,12 @@ class Line:
             self._split_in(len(self._firsts), keys[part], numbers[part], (keys[first], numbers[first]))
 
     def add(self, key: int, number: int) -> None:
-        """Put a number where its key stands."""
+        """Put a number where its key belongs."""
         if not self._firsts:
             self._split_in(0, array(self._kind), array("I"), (key, number))
         keys, numbers = self._keys[-1], self._numbers[-1]
         if keys and len(keys) < PIECE and key > keys[-1]:
-            # In order, as records are read.
+            # Records are read in this order.
             keys.append(key)
             numbers.append(number)
             return
@@ -85,13 +85,13 @@ class Line:
         numbers.insert(i, number)
         self._firsts[at] = keys[0], numbers[0]
         if len(keys) > PIECE:
-            # At its end where it grew there: what comes in order fills its pieces.
+            # A piece that grew at its end is cut there: numbers that come in order fill their pieces.
             middle = PIECE if i == PIECE else PIECE // 2
             self._split_in(at + 1, keys[middle:], numbers[middle:], (keys[middle], numbers[middle]))
             del keys[middle:], numbers[middle:]
 
     def discard(self, key: int, number: int) -> None:
-        """Take a number out, if it is in here."""
+        """Take a number out, if the line has it."""
         at = bisect_right(self._firsts, (key, number)) - 1
         if at < 0:
             return
@@ -106,7 +106,7 @@ class Line:
             del self._keys[at], self._numbers[at], self._firsts[at]
 
     def numbers(self, key: int) -> Iterator[int]:
-        """Those of a key."""
+        """The numbers of a key."""
         at = max(bisect_right(self._firsts, (key, -1)) - 1, 0)
         for keys, numbers in zip(islice(self._keys, at, None), islice(self._numbers, at, None), strict=True):
             begin = bisect_left(keys, key)
@@ -135,7 +135,7 @@ class Dormant:
     """Dormant sessions by number. A number is given again after its session has left."""
 
     def __init__(self, revive: Revive | None = None, *, is_by_tenant: bool = False) -> None:
-        """Without `revive` there is none. `is_by_tenant`: each tenant is an account of its own."""
+        """Without `revive` no session is dormant. `is_by_tenant`: each tenant is an account of its own."""
         self._revive = revive
         self._is_by_tenant = is_by_tenant
         self.names: dict[str, dict[str, int]] = {}
@@ -161,11 +161,12 @@ class Dormant:
     def add(
         self, uid: bytes, tenant: str, session_id: str, kept: object, *, idle_s: float, turn_count: int = 1
     ) -> int:
-        """A session comes to be dormant, with a number that is returned; `timed`, or `order`, is to follow.
+        """Make a session dormant; returns its number. `timed`, or `order`, is to follow.
 
-        `idle_s`: for how long it was idle when the store was opened, as the policy's `recalled` takes it.
+        `idle_s`: how long the session was idle when the store was opened, as the policy's `recalled` takes
+        it.
         """
-        # One text for all of a tenant's sessions, not one for each.
+        # A tenant's name is one text for all its sessions.
         tenant = self._tenant_names.setdefault(tenant, tenant)
         if self._free:
             number = self._free.pop()
@@ -194,7 +195,7 @@ class Dormant:
         kept: Sequence[object],
         idle_s: "array[float]",
     ) -> range:
-        """As `add`, for many in the order of their uids, behind all that are dormant; their numbers."""
+        """As `add`, for many sessions in the order of their uids, behind all others; their numbers."""
         count = len(session_ids)
         numbers = range(len(self._kept), len(self._kept) + count)
         texts = self._tenant_names
@@ -212,7 +213,7 @@ class Dormant:
                 self._tenants[numbers.start :], session_ids, numbers, strict=True
             ):
                 self.names.setdefault(tenant, {})[session_id] = number
-        # The first eight bytes of each uid.
+        # The key of a uid is its first eight bytes.
         keys = array("Q", uids)[::2]
         if sys.byteorder == "little":
             keys.byteswap()
@@ -221,7 +222,7 @@ class Dormant:
         return numbers
 
     def add_segment(self, segment_id: int, number: int, slot: tuple[int, int, int], kept: object) -> None:
-        """A segment of session `number`."""
+        """Add a segment of session `number`."""
         path_index, _, size_bytes = slot
         self._slot_bytes[number] += size_bytes
         if self._free_rows:
@@ -242,7 +243,7 @@ class Dormant:
         path_indexes: "array[int]",
         kept: Sequence[object],
     ) -> None:
-        """As `add_segment`, for many in the order of their ids, behind all that are dormant.
+        """As `add_segment`, for many segments in the order of their ids, behind all others.
 
         `order` tells their sizes.
         """
@@ -254,23 +255,23 @@ class Dormant:
         self.segment_count += len(kept)
 
     def timed(self, number: int, access_time_ns: int, expire_time_ns: int) -> None:
-        """The session was used last, and expires, at these times."""
+        """Note when the session was used last, and when it expires."""
         self._line(self._tenants[number]).add(access_time_ns, number)
         self._by_expiry.add(expire_time_ns, number)
 
     def order(self, by_use: dict[str, Line], by_expiry: Line, slot_bytes: "array[int]") -> None:
-        """The sessions of each account by their last use, all by when they expire, and each one's bytes."""
+        """Set the sessions of each account by last use, all sessions by expiry, and the bytes of each."""
         self._by_use, self._by_expiry, self._slot_bytes = by_use, by_expiry, slot_bytes
 
     # -- looks -------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
-        """Their numbers. Sessions may come and go meanwhile."""
-        # As many as there are now: those that come to be dormant meanwhile must not keep it going for ever.
+        """Numbers of the dormant sessions. Sessions may come and go meanwhile."""
+        # Only the present sessions are listed: new ones must not keep the iteration going for ever.
         return (number for number in range(len(self._kept)) if self._kept[number] is not None)
 
     def accounts(self, among: Sequence[str] | None) -> list[str]:
-        """Those of these accounts, None for all, that have some, or had."""
+        """The accounts among these, None for all, that have dormant sessions, or had."""
         return list(self._by_use) if among is None else [each for each in among if each in self._by_use]
 
     def named(self, tenant: str, session_id: str) -> int | None:
@@ -317,13 +318,13 @@ class Dormant:
     def revived(self, number: int, use: TenantUse | None) -> Session:
         """A session as it would be if it were known, with its segments, which no session lists yet.
 
-        They are counted as `use`; None: without them.
+        The segments count in `use`; None: the session has no segments.
         """
         assert self._revive is not None  # noqa: S101  # it comes with them
         return self._revive(self.uid(number), self._kept[number], self.kept_segment, use)
 
     def kept(self, number: int) -> object:
-        """The record of a session; None where none has the number."""
+        """The record of a session; None where no session has the number."""
         return self._kept[number]
 
     def kept_segment(self, segment_id: int) -> object:
@@ -335,11 +336,11 @@ class Dormant:
 
     @property
     def last_path(self) -> int:
-        """The highest number of a path that any of their segments has been on, or 0."""
+        """The highest path number of any dormant segment so far, or 0."""
         return max(self._paths, default=0)
 
     def on_paths(self, paths: Collection[int]) -> Iterator[int]:
-        """Sessions that have a segment there. Sessions may come and go meanwhile."""
+        """Sessions that have a segment on these paths. Sessions may come and go meanwhile."""
         for row in range(len(self._segments)):
             if self._paths[row] in paths and self._segments[row] is not None:
                 yield self._owners[row]
@@ -350,7 +351,7 @@ class Dormant:
         return None if line is None else line.first
 
     def due(self, now_ns: int, limit: int) -> list[int]:
-        """At most so many sessions whose time has come."""
+        """At most so many sessions whose expiry has come."""
         due: list[int] = []
         for expire_time_ns, number in self._by_expiry:
             if expire_time_ns > now_ns or len(due) == limit:
@@ -368,7 +369,7 @@ class Dormant:
         expire_time_ns: int,
         segment_ids: Iterable[int],
     ) -> None:
-        """The session is known from here on; these were its dormant segments."""
+        """Make the session known; `segment_ids` were its dormant segments."""
         tenant = self._tenants[number]
         del self.names[tenant][session_id]
         self._by_uid.discard(_key(self.uid(number)), number)

@@ -34,7 +34,7 @@ class Leaving:
         closed_paths: Callable[[], Collection[int]],
         continued_by: Callable[[Session], Collection[Session]],
     ) -> None:
-        """`continued_by`: the blocks that name a block as what they continue."""
+        """`continued_by`: the blocks that name a block as the one that they continue."""
         self._get = get
         self._continued_by = continued_by
         self._feed = feed
@@ -47,16 +47,16 @@ class Leaving:
     # -- which session is given up -----------------------------------------------------------------
 
     def is_removable(self, session: Session) -> bool:
-        """Whether the session may leave, and something of it would."""
+        """Whether the session may leave, and its leaving would give room."""
         if session.is_pinned or not session.is_idle:
             return False
-        # Readers do not protect shared segments: these stay with the forks that list them. A session all of
-        # whose own segments are held gives nothing, and removing it would only lose its name.
+        # Readers do not protect shared segments, which stay with the forks that list them. A session whose
+        # own segments are all held gives nothing, and removing it would only lose its name.
         held = [s for s in session.segments if s.hold_count]
         if not held:
             return True
-        # Segments that others list too stay with them while they are read: then it must have something else
-        # to give.
+        # Shared segments stay with the other sessions while they are read: the session must have something
+        # else to give.
         is_shared = all(s.reference_count > 1 for s in held)
         return is_shared and any(s.reference_count == 1 for s in session.segments)
 
@@ -68,9 +68,9 @@ class Leaving:
     def leaf(self, session: Session, is_of_use: Callable[[Session], bool]) -> Session:
         """The session that leaves in the place of a block.
 
-        The last of those that continue it, one after the other.
+        It is the last of the blocks that continue the block, one after the other.
 
-        Blocks that continue it and may not leave, or are of no use, do not count. A session goes itself.
+        Blocks that may not leave, or are of no use, do not count. A session goes itself.
         """
         if not session.is_block:
             return session
@@ -112,20 +112,19 @@ class Leaving:
 
     def waits(self, session: Session) -> bool:
         """Whether the session is in use, so that its worth is not known yet, and no room below is free."""
-        # While there is room, writing costs nothing that others need. Without room its worth decides, and
-        # that is known when it rests.
+        # While there is room, a write costs nothing that others need. Without room the session's worth
+        # decides, which is known when it rests.
         has_room = self._unwritten.size_bytes(session) <= self._free_bytes
         return not session.is_idle and _is_in_memory_alone(session) and not has_room
 
     def refuses(self, session: Session, ahead_bytes: int = 0) -> bool:
         """Whether the session is not worth its place below.
 
-        `ahead_bytes` of what is free there are taken already.
+        `ahead_bytes` of the free bytes there are taken already.
         """
         if session.is_pinned or not session.is_idle:
             return False
-        # A session that is below already, even in part, stays: the rest is little, and a record without its
-        # end is a loss.
+        # A session that is partly below stays: the rest is little, and a record without its end is a loss.
         if not _is_in_memory_alone(session) or self._feed.retaining.store_level(session.uid):
             return False
         # Every copy takes room.
@@ -149,7 +148,7 @@ class Leaving:
         # anyway, writing that makes room without a victim.
         if is_kept and self._unwritten.ranking.first(lambda uid: is_due(self._get(uid))) is not None:
             return False
-        # Recalled and not at once allowed to leave: its rows are the only ones, and are written first.
+        # The session is recalled and stays for now: its rows are the only ones, and are written first.
         self._unwritten.recall(session)
         return False
 
@@ -186,17 +185,18 @@ class Leaving:
     ) -> Callable[[bytes], Verdict]:
         def judge(uid: bytes) -> Verdict:
             session = self._get(uid)
-            # Neither changes by itself: an unpinning or a flush adds the session again.
+            # A pinned session, or one without durable bytes, does not change by itself: an unpinning or a
+            # flush adds it again.
             if session.is_pinned or not session.amounts().durable_bytes:
                 return Verdict.NOT_BEFORE_ITS_NEXT_CHANGE
-            # In use, or of no use to this caller: to the next one it may be.
+            # A session in use, or of no use to this caller, may leave for the next caller.
             leaves = session is not for_session and self.is_removable(session) and is_of_use(session)
             return Verdict.LEAVES if leaves else Verdict.NOT_NOW
 
         return judge
 
     def _freed_bytes(self, session: Session) -> int:
-        """The bytes that leave with it; what others list too stays."""
+        """The bytes that leave with the session. Segments that others list stay."""
         closed = self._closed_paths()
         # A segment of several forks has more than one lister, and does not leave with this session.
         slots = (slot for s in session.segments if s.reference_count == 1 for slot in s.places)
@@ -209,5 +209,5 @@ class Leaving:
 
 
 def _is_in_memory_alone(session: Session) -> bool:
-    """Whether nothing below has any of it, nor ever had anything that is still part of it."""
+    """Whether no tier below has rows of the session."""
     return not session.recorded_end and not session.amounts().durable_bytes

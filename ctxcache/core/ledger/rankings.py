@@ -4,10 +4,10 @@
     Evictable           the sessions that may leave the store
     Resident            the segments that may leave memory: of the coldest session the newest first
 
-None of these looks at sessions or segments that may not leave. One that comes up and may not leave is passed
-over once: for good where only a change of its own can alter that, after which it is added again. Callers name
-the accounts in the order in which they are to be asked. Memory: an entry per session. Worst case: one look at
-all that are held.
+No ranking looks at sessions or segments that may not leave. An entry that comes up and may not leave is
+passed over once. Where only its own change can alter that, it is out until that change adds it again. Callers
+name the accounts in the order in which they are to be asked. Memory: an entry per session. Worst case: one
+look at all that are held.
 """
 
 import enum
@@ -20,11 +20,11 @@ from ctxcache.core.ledger.session import Session
 from ctxcache.core.placement.order import Key
 
 RankOf = Callable[[bytes], Key | None]
-"""Where a session stands: a lower one leaves first. None for a session that is not known."""
+"""The place of a session: a lower one leaves first. None for a session that is not known."""
 AccountOf = Callable[[bytes], str]
 """The account of a session. Never changes while the session is in a ranking."""
 SLACK = 64
-"""Outdated entries of a ranking that are not worth a pass."""
+"""Fewer outdated entries of a ranking are not worth a pass."""
 
 
 # A lazy heap. `_entered` has the entry of each session that counts; the heap has outdated ones as well:
@@ -38,9 +38,9 @@ SLACK = 64
 class Ranking:
     """Some sessions, by rank. Owned by the ledger.
 
-    Lazy: a rank that rises changes nothing here; where a session stands by now is looked up when it comes
-    up. A rank that falls must be told. So every operation takes logarithmic time, and `first` as often as
-    ranks rose since.
+    The ranking is lazy. A rank that rises changes nothing: the session's rank is looked up when its entry
+    comes up. A rank that falls must be told. So every operation takes logarithmic time, and `first` as often
+    as ranks rose since.
     """
 
     def __init__(self, rank: RankOf) -> None:
@@ -91,7 +91,7 @@ class Ranking:
         return accepted
 
     def overtaken(self) -> list[bytes]:
-        """Sessions that would leave too late, because their fall was not told. Looks at all, for checks."""
+        """Sessions that would leave too late, because their fall was not told. For checks: walks them all."""
         return [uid for uid in self._entered if (self._rank(uid) or self._entered[uid]) < self._entered[uid]]
 
     def _pop(self) -> tuple[Key, bytes] | None:
@@ -102,7 +102,7 @@ class Ranking:
             rank, uid = heappop(self._heap)
             if self._entered.get(uid) != rank:
                 continue
-            # Before the look: a session that it finds fallen must not be entered twice.
+            # The entry goes before the look: a session that the look finds fallen must not be entered twice.
             del self._entered[uid]
             actual = self._rank(uid)
             if actual == rank:
@@ -139,7 +139,7 @@ class Rankings:
     def __contains__(self, uid: bytes) -> bool:
         return uid in self._where and uid in self._where[uid]
 
-    # A rank is asked for before an account is made: a session that is not known has neither.
+    # The rank is asked for before an account is made: an unknown session has neither.
     def add(self, uid: bytes) -> None:
         """See Ranking."""
         if uid in self or self._rank(uid) is None:
@@ -168,7 +168,7 @@ class Rankings:
 
         Without `among`, all accounts count.
         """
-        # The heads of all accounts are compared: that is one look at each account, not at each session.
+        # The heads of all accounts are compared: one look at each account, not at each session.
         if among is None:
             found = (ranking.first(accepts) for ranking in self._by_account.values())
             return min((uid for uid in found if uid is not None), key=self._known_rank, default=None)
@@ -195,8 +195,8 @@ def ranking(rank: RankOf, account: AccountOf | None) -> AnyRanking:
     return Ranking(rank) if account is None else Rankings(rank, account)
 
 
-# Why three: a session that is read now may leave in a moment, while a pinned one needs an event of its own.
-# Looking at pinned sessions at each search would make a search as long as the store is pinned.
+# A session that is read now may leave in a moment, while a pinned one needs an event of its own. A search
+# that looked at pinned sessions would take as long as there are pinned sessions.
 class Verdict(enum.Enum):
     """The verdict on a session that comes up."""
 
@@ -214,7 +214,7 @@ class Evictable:
         account: AccountOf | None = None,
         let_in: Callable[[Sequence[str] | None], None] = lambda _: None,
     ) -> None:
-        """`let_in` of some accounts, or of all, adds the first to leave of those that are not added yet."""
+        """`let_in` adds the first session to leave of some accounts, or of all, that are not added yet."""
         self._ranking = ranking(rank, account)
         self._let_in = let_in
         self._aside: set[bytes] = set()
@@ -223,7 +223,7 @@ class Evictable:
         return uid in self._ranking
 
     def add(self, uid: bytes) -> None:
-        """It may leave: something of it was written, unpinned or let go."""
+        """The session may leave: a part of it was written, unpinned or let go."""
         self._aside.discard(uid)
         self._ranking.add(uid)
 
@@ -239,14 +239,14 @@ class Evictable:
         return self._ranking.overtaken()
 
     def discard(self, uid: bytes) -> None:
-        """It is gone."""
+        """The session is gone."""
         self._aside.discard(uid)
         self._ranking.discard(uid)
 
     def first(self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None = None) -> bytes | None:
-        """The one that leaves first, of these accounts one after the other; None when none does."""
+        """The session that leaves first, of these accounts one after the other; None when none does."""
         leaving = self._look(judge, among)
-        # Nothing was left. Sessions that could not leave when they came up are asked once more, in their
+        # No session was left. Sessions that could not leave when they came up are asked once more, in their
         # order.
         if leaving is None:
             aside, self._aside = self._aside, set()
@@ -258,7 +258,7 @@ class Evictable:
     def in_order(
         self, judge: Callable[[bytes], Verdict], among: Sequence[str] | None = None
     ) -> Generator[bytes]:
-        """The sessions that leave, one after the other. To be closed: who was shown is back only then."""
+        """The sessions that leave, in order. Close the generator: shown sessions come back only then."""
         # Each session is taken out while the caller weighs it, so that `first` finds the next one. Closing
         # the generator puts all back: this is a question, and evicts nobody.
         shown = []
@@ -286,8 +286,8 @@ class Evictable:
         return self._ranking.first(among=among)
 
 
-# The order in which `take` walks. A session's segments leave from its end, because its first tokens are of
-# use alone and its last ones are not:
+# `take` walks in this order. A session's segments leave from its end, because its first tokens are of use
+# alone and its last ones are not:
 #
 #     segments   | s0 | s1 | s2 | s3 | s4 |
 #                               ▲ _ends: everything from here on has left, or may not leave
@@ -302,7 +302,7 @@ class Resident:
     ) -> None:
         self._by_uid = by_uid
         self._rank = rank
-        # Accounts are asked of a member: a kin's uid is no session's, and has no tenant.
+        # Accounts are those of a member: a kin's uid is no session's, and has no tenant.
         self._ranking = ranking(self._rank_of, account and (lambda uid: account(self._member(uid))))
         self._ends: dict[bytes, int] = {}
         self._kin: dict[bytes, Kin] = {}
@@ -368,13 +368,13 @@ class Resident:
         may_give: Callable[[bytes], bool] = lambda _: True,
         among: Sequence[str] | None = None,
     ) -> Segment | None:
-        """The segment that leaves first: of the coldest session the newest. None when none may.
+        """The segment that leaves first, the newest of the coldest session. None when none may.
 
-        Of the accounts in `among` one after the other. `may_give` is asked for the session of an account
-        that comes first, and decides: the sessions behind it are worth no less. It is not found again
-        before it is added again.
+        The accounts in `among` are asked one after the other. `may_give` is asked for the session of an
+        account that comes first, and decides: the sessions behind it are worth no less. The segment comes up
+        again only after it is added again.
         """
-        # One account after the other, not all at once: the first account is the one whose turn it is to give.
+        # Accounts are asked one after the other: it is the first account's turn to give.
         for asked in [None] if among is None else [[account] for account in among]:
             segment = self._take(may_leave, may_give, asked)
             if segment is not None:
@@ -388,23 +388,23 @@ class Resident:
         among: Sequence[str] | None,
     ) -> Segment | None:
         while (uid := self._ranking.first(among=among)) is not None:
-            # The session asked for may be the one that needs the room.
+            # The first session may be the one that needs the room.
             if not may_give(self._member(uid)):
                 return None
             found = self._take_shared if uid in self._shared else self._take_own
             segment = found(uid, may_leave)
             if segment is not None:
                 return segment
-            # Nothing of it may leave: out, until a hold ends or a flush makes something clean, which adds it
-            # again.
+            # No segment of the session may leave: it is out until a hold ends or a flush makes a segment
+            # clean.
             self._forget(uid)
         return None
 
     def _take_shared(self, uid: bytes, may_leave: Callable[[Segment], bool]) -> Segment | None:
         shared = self._shared[uid]
         while shared:
-            # `popitem` takes the segment added last, and takes it for good: passed over, it is added again by
-            # its change.
+            # `popitem` takes the segment added last out for good. A segment that is passed over is added
+            # again by its next change.
             segment, _ = shared.popitem()
             if may_leave(segment):
                 return segment
@@ -414,7 +414,7 @@ class Resident:
         session = self._by_uid[uid]
         segments = session.segments
         i = bisect_left(segments, self._ends[uid], key=lambda segment: segment.begin)
-        # Segments that a fork shares stay: they leave as the kin's, when the last user of all forks is the
+        # Segments that forks share stay here: they leave as the kin's, when the fork used last is the
         # coldest.
         while i and not (segments[i - 1].home is session.residence and may_leave(segments[i - 1])):
             i -= 1
@@ -427,13 +427,13 @@ class Resident:
         return self._rank(self._member(uid))
 
     def _member(self, uid: bytes) -> bytes:
-        """The session of its family that was accessed last: the whole family ranks as that one."""
-        # By uid of the kin as it was when the segment came: `root` follows merges.
+        """The session of its family that was accessed last. The whole family ranks as that one."""
+        # The table has the kin of the time when the segment came: `root` follows merges.
         kin = self._kin.get(uid)
         return kin.root().last_uid if kin else uid
 
     def _forget(self, uid: bytes) -> None:
-        """The session's or the kin's segments may not leave."""
+        """Note that the session's or the kin's segments may not leave."""
         for by_uid in (self._ends, self._kin, self._shared):
             by_uid.pop(uid, None)
         self._ranking.discard(uid)

@@ -13,11 +13,11 @@ counted in no residence: its kin notes that something changed, and counting agai
 So a move costs the same however many sessions list the segment. Worst case: a session's segments are
 counted anew at every look, while what it shares keeps moving.
 
-Usage says how many bytes each tenant has where. There a segment counts once however many forks list it,
-from the moment it has a slot, reserved segments too. Quotas say by that whose sessions make room for whom.
-Where tenants are not told apart every answer of the quotas is None: the placement alone decides. Shares of
-memory are of what is not to be kept free. Worst case: an entry per tenant there ever was, as many as
-callers' credentials name, and a look at each that has something.
+Usage says how many bytes each tenant has in each tier. A segment counts once however many forks list it, from
+the moment it has a slot, reserved segments too. Quotas say by that whose sessions make room for whom. Where
+tenants are not told apart every answer of the quotas is None: the placement alone decides. Shares of memory
+leave out the room that is kept free. Worst case: an entry per tenant there ever was, as many as callers'
+credentials name, and a look at each that has something.
 """
 
 from collections import OrderedDict
@@ -34,7 +34,7 @@ from ctxcache.format.layout import SegmentIdentity, SegmentLayout, Slot
 # -- counted by tenant -------------------------------------------------------------------------------
 
 
-# Bytes of one tenant, by what is asked of them:
+# Bytes of one tenant, by the question that they answer:
 #
 #     memory_bytes    slots in memory, reserved ones too          whose segments leave memory
 #     durable_bytes   slots below, and those staged for a flush   whose sessions leave the store
@@ -45,7 +45,8 @@ from ctxcache.format.layout import SegmentIdentity, SegmentLayout, Slot
 class TenantUse:
     """Bytes of slots that one tenant has. Owned by the ledger.
 
-    `durable_bytes` count what is on its way below; `kept_bytes` count each segment once, wherever it lies.
+    `durable_bytes` include slots of a flush under way. `kept_bytes` count each segment once, wherever it
+    lies.
     """
 
     __slots__ = ("_tenant", "_usage", "durable_bytes", "kept_bytes", "memory_bytes")
@@ -55,7 +56,7 @@ class TenantUse:
         self.memory_bytes = self.durable_bytes = self.kept_bytes = 0
 
     def add(self, memory_bytes: int, durable_bytes: int, kept_bytes: int) -> None:
-        """So much came; negative when it went."""
+        """Add so many bytes; negative when they go."""
         self.memory_bytes += memory_bytes
         self.durable_bytes += durable_bytes
         self.kept_bytes += kept_bytes
@@ -74,7 +75,7 @@ class TenantUse:
 class Usage:
     """The use of every tenant. Owned by the ledger.
 
-    `in_memory`, `below` and `kept`: bytes of each tenant that has any there. To be looked at, not changed.
+    `in_memory`, `below` and `kept`: bytes of each tenant that has any there. Callers only read them.
     """
 
     def __init__(self, shares: Shares) -> None:
@@ -85,7 +86,7 @@ class Usage:
         self._tenants: dict[str, TenantUse] = {}
 
     def of(self, tenant: str) -> TenantUse:
-        """A tenant's use, to be counted on."""
+        """A tenant's use, which the caller may change."""
         use = self._tenants.get(tenant)
         if use is None:
             use = self._tenants[tenant] = TenantUse(self, tenant)
@@ -108,14 +109,14 @@ class Quotas:
     """The tenants' shares of both tiers. Owned by the ledger."""
 
     def __init__(self, usage: Usage, below_bytes: int, filled_bytes: Callable[[], int]) -> None:
-        """`filled_bytes`: what segments may take of memory while as much is free as shall be."""
+        """`filled_bytes`: the bytes that segments may take of memory while the wanted room stays free."""
         self._usage = usage
         self._shares = usage.shares
         self._below_bytes = below_bytes
         self._filled_bytes = filled_bytes
 
     def below(self, tenant: str, size_bytes: int) -> Sequence[str] | None:
-        """The accounts whose sessions leave the tier below for this tenant, the first to be asked first."""
+        """The accounts whose sessions leave the tier below for this tenant, in the order of asking."""
         if not self._shares:
             return None
         return self._shares.whose(tenant, size_bytes, self._usage.below, self._below_bytes)
@@ -130,7 +131,7 @@ class Quotas:
         return self._shares.whose(tenant, size_bytes, self._usage.in_memory, self._filled_bytes())
 
     def own(self, tenant: str) -> Own:
-        """The tenant's own bytes, as long as the present tenants stay."""
+        """The bytes of the tenant, as long as the present tenants stay."""
         if not self._shares:
             return Own(0, 0, None)
         guaranteed_bytes = self._shares.guaranteed_bytes
@@ -141,14 +142,14 @@ class Quotas:
         )
 
     def over_share(self, tenant: str) -> str | None:
-        """The tenant if it has more below, or on its way there, than is guaranteed to it."""
+        """The tenant if it has more below, or on its way there, than its guarantee."""
         if not self._shares:
             return None
         guaranteed_bytes = self._shares.guaranteed_bytes(tenant, self._usage.kept, self._below_bytes)
         return tenant if self._usage.of(tenant).kept_bytes > guaranteed_bytes else None
 
     def excess_bytes(self, tenant: str, size_bytes: int) -> int:
-        """How much more than its limit the tenant would have with so many bytes more, all of it written."""
+        """How far so many bytes more would take the tenant over its limit, with all of it written."""
         limit_bytes = self._limit_bytes(tenant)
         return 0 if limit_bytes is None else self._usage.of(tenant).kept_bytes + size_bytes - limit_bytes
 
@@ -163,7 +164,7 @@ class Quotas:
             raise self.refusal(tenant, needed_bytes)
 
     def refusal(self, tenant: str, needed_bytes: int) -> CapacityExceeded:
-        """The error for a tenant that has as much as it may, and nothing that may go."""
+        """The error for a tenant at its limit with nothing that may go."""
         limit_bytes = self._limit_bytes(tenant) or 0
         return CapacityExceeded(
             f"quota of tenant {tenant}: {needed_bytes} B needed of {limit_bytes} B on SSD, and none of its"
@@ -183,7 +184,7 @@ class Quotas:
 
 
 class Amounts(NamedTuple):
-    """How much lies where."""
+    """How much of a session lies in each tier."""
 
     memory_count: int = 0
     """Segments in memory."""
@@ -192,19 +193,19 @@ class Amounts(NamedTuple):
 
 
 class Counted(Protocol):
-    """The counted amounts: a segment."""
+    """The counted amounts of a segment."""
 
     @property
     def home(self) -> "Residence | Kin | None":
-        """Where it is counted."""
+        """The owner that counts the segment."""
 
     @property
     def memory(self) -> Slot | None:
-        """Where it lies in memory."""
+        """The segment's slot in memory."""
 
     @property
     def durable_bytes(self) -> int:
-        """Bytes of all its slots below."""
+        """Bytes of all slots below."""
 
 
 # Forks share segments, and each segment is counted in one place:
@@ -232,7 +233,7 @@ class Kin:
         """The kin that it has become a part of."""
 
     def root(self) -> "Kin":
-        """The kin that it has become a part of, or itself."""
+        """The kin that this one has become a part of, or itself."""
         kin = self
         while kin.into is not None:
             kin = kin.into
@@ -244,43 +245,43 @@ class Kin:
         return next(reversed(self.uids))
 
     def accessed(self, uid: bytes) -> None:
-        """One of the sessions is accessed."""
+        """Note the access of one of the sessions."""
         self.uids.move_to_end(uid)
 
     def add(self, *_: int) -> None:
-        """A shared segment came, moved or went."""
+        """Note that a shared segment came, moved or went."""
         self.root().change_count += 1
 
     def merge(self, other: "Kin") -> "Kin":
-        """Make one of two, which is what records may turn out to be when they are read; returns it."""
-        # The smaller joins the larger, so that a session changes its kin a logarithmic number of times.
+        """Make one kin of two, as records may turn out to mean; returns it."""
+        # The smaller kin joins the larger, so that a session changes its kin a logarithmic number of times.
         smaller, larger = sorted((self, other), key=lambda kin: len(kin.uids))
         if smaller is not larger:
             smaller.into = larger
             for residence in smaller.uids.values():
                 residence.kin = larger
             larger.uids.update(smaller.uids)
-            # One more than the sum: a count that was made of either is outdated, whatever its number was.
+            # The count is one more than the sum: a count of either kin is outdated, whatever its number was.
             larger.change_count += smaller.change_count + 1
         return larger
 
 
-# Counting is cut into parts by its caller, which awaits between them. `change_count` is of the beginning:
-# what moves meanwhile makes the count outdated instead of wrong.
+# The caller counts in parts and awaits between them. `change_count` is that of the beginning: a move
+# meanwhile makes the count outdated instead of wrong.
 class Count:
-    """How much of some shared segments lies where, counted a part at a time.
+    """The amounts of some shared segments, counted a part at a time.
 
-    True while their kin does not change.
+    They hold while the kin does not change.
     """
 
     def __init__(self, kin: Kin, besides: "Residence | None" = None) -> None:
-        """`besides`: what is counted there already is left out."""
+        """`besides`: segments that this residence counts already are left out."""
         self._besides = besides
         self.change_count = kin.change_count
         self._memory_count = self._memory_bytes = self._durable_bytes = 0
 
     def add(self, segments: Iterable[Counted]) -> None:
-        """Count these. Forks of long sessions have thousands."""
+        """Count these segments. Forks of long sessions have thousands."""
         for segment in segments:
             if self._besides is not None and segment.home is self._besides:
                 continue
@@ -295,7 +296,7 @@ class Count:
 
 
 class Residence:
-    """How much of one session lies where."""
+    """How much of one session lies in each tier."""
 
     __slots__ = (
         "_counted",
@@ -317,23 +318,24 @@ class Residence:
         """The number of the kin's changes at which the shared segments were counted."""
 
     def add(self, memory_count: int, memory_bytes: int, durable_bytes: int) -> None:
-        """Count what a segment takes that no other session lists; negative when it leaves there."""
+        """Count the bytes of a segment that only this session lists; negative when it goes."""
         self._memory_count += memory_count
         self._memory_bytes += memory_bytes
         self._durable_bytes += durable_bytes
 
     def found_kin(self) -> None:
-        """Let there be kin for its forks to join."""
+        """Make a kin that the session's forks can join."""
         if self.kin is None:
             self.kin = Kin(self)
 
     def count_anew(self) -> None:
-        """The session lists other shared segments than before."""
+        """Note that the session lists other shared segments than before."""
         self._counted = -1
 
     def take_count(self, counted: "Count") -> None:
-        """All that it shares was counted; of no matter if something of it has moved since."""
-        # `counted.change_count` is of when the count began. The kin's own number would hide what moved since.
+        """Take the count of all shared segments. It is of no matter if a segment has moved since."""
+        # `counted.change_count` is that of the count's begin. The kin's present number would hide later
+        # moves.
         self._shared, self._counted = counted.amounts(), counted.change_count
 
     def share_with(self, home: "Residence | Kin") -> Kin:
@@ -351,11 +353,11 @@ class Residence:
         kin.uids[self.uid] = self
 
     def memory_count(self, segments: Iterable[Counted]) -> int:
-        """How many of the session's segments, which these are, are in memory."""
+        """How many of these segments of the session are in memory."""
         return self._memory_count if self.kin is None else self.amounts(segments).memory_count
 
     def amounts(self, segments: Iterable[Counted]) -> Amounts:
-        """How much of the session, whose segments these are, lies where."""
+        """How much of the session, whose segments these are, lies in each tier."""
         own = Amounts(self._memory_count, self._memory_bytes, self._durable_bytes)
         if self.kin is None:
             return own
@@ -368,7 +370,7 @@ class Residence:
 
 # -- the segment -------------------------------------------------------------------------------------
 
-# LEAVING and HELD are not listed: they have slots, and no session shows their rows.
+# LEAVING and HELD are not listed: such segments have slots, and no session shows their rows.
 LISTED = frozenset({Place.UNWRITTEN, Place.BOTH, Place.BELOW})
 """Places of segments that sessions list."""
 
@@ -376,15 +378,15 @@ LISTED = frozenset({Place.UNWRITTEN, Place.BOTH, Place.BELOW})
 class Segment:
     """State of one segment. Owned by the ledger; there may be millions.
 
-    `memory` is its slot in the first tier, `durable` its slot in a tier below. `copy` is a second slot there,
-    on another path, with the same bytes; `copies` says how many there shall be. `reference_count` sessions
-    list it. `hold_count` counts leases, reservations and I/O under way: while it is not 0, the slots stay. Of
-    these, `past_hold_count` can do without memory. `sums` are what the writers of its rows said of them, in
-    order: they cover every committed row while the segment is in memory, and may cover rows that are marked
-    as written. `bound_checksums` are those of its header below, known once that was read.
+    `memory` is the segment's slot in the first tier, `durable` its slot in a tier below. `copy` is a second
+    slot there, on another path, with the same bytes; `copies` says how many there shall be. `reference_count`
+    sessions list the segment. `hold_count` counts leases, reservations and I/O under way: while it is not 0,
+    the slots stay. `past_hold_count` of these do not need memory. `sums` are the checksums of its rows by
+    their writers, in order: they cover every committed row while the segment is in memory, and may cover rows
+    that are marked as written. `bound_checksums` are those of its header below, known once that was read.
     """
 
-    # Slots and no dict: a store of some terabytes has millions of segments.
+    # Slots replace the dict: a store of some terabytes has millions of segments.
     __slots__ = (
         "_use",
         "begin",
@@ -461,9 +463,9 @@ class Segment:
 
     @property
     def home(self) -> Residence | Kin | None:
-        """Where it is counted.
+        """The owner that counts the segment.
 
-        With the one session that lists it or, once forks shared it, with their kin.
+        That is the one session that lists it or, once forks shared it, their kin.
         """
         return self.counted_with.root() if isinstance(self.counted_with, Kin) else self.counted_with
 
@@ -474,24 +476,24 @@ class Segment:
 
     @property
     def places(self) -> tuple[Slot, ...]:
-        """Its slots below."""
+        """The segment's slots below."""
         if self.copy is None:
             return () if self.durable is None else (self.durable,)
         return (self.copy,) if self.durable is None else (self.durable, self.copy)
 
     @property
     def durable_bytes(self) -> int:
-        """Bytes of all its slots below."""
+        """Bytes of all the segment's slots below."""
         return (self.durable.size_bytes if self.durable else 0) + (self.copy.size_bytes if self.copy else 0)
 
     @property
     def end(self) -> int:
-        """One past the position of its last committed row."""
+        """One past the position of the last committed row."""
         return self.begin + self.row_count
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether it has committed rows that no tier below has."""
+        """Whether the segment has committed rows that no tier below has."""
         return self.durable_row_count < self.row_count
 
     @property
@@ -501,19 +503,19 @@ class Segment:
 
     @property
     def is_listed(self) -> bool:
-        """Whether a session lists it."""
+        """Whether a session lists the segment."""
         return self.place in LISTED
 
     @property
     def memory_hold_count(self) -> int:
-        """Holds that need its slot in memory."""
-        # A reader past memory reads from the slot below. Memory may be given to others under it.
+        """Holds that need the segment's slot in memory."""
+        # A reader past memory reads the slot below: memory may be given to others meanwhile.
         return self.hold_count - self.past_hold_count
 
     def identity(self, row_count: int) -> SegmentIdentity:
         """The identity that checksums over its first `row_count` rows are bound to."""
-        # Bound into every checksum: the bytes of another tenant, writer, generation or neighbour do not pass,
-        # though they are whole.
+        # The identity is bound into every checksum: whole bytes of another tenant, writer, generation or
+        # neighbour do not pass.
         return SegmentIdentity(
             self.tenant, self.writer_uid, self.generation, self.begin, row_count, self.model_fingerprint
         )
@@ -521,7 +523,7 @@ class Segment:
     # -- what its rows must be ---------------------------------------------------------------------
 
     def is_settled(self, row_count: int) -> bool:
-        """Whether so many of its rows have one sum per stream."""
+        """Whether the first `row_count` rows have one sum per stream."""
         if not self.sums:
             return False
         first = self.sums[0]
@@ -529,25 +531,25 @@ class Segment:
 
     @property
     def settled(self) -> Sums:
-        """Its first sums: of all leased rows, once a lease has settled it."""
+        """The first sums. They cover all leased rows, once a lease has settled the segment."""
         return self.sums[0]
 
     def note(self, sums: Sums) -> None:
-        """Rows were written behind those that are committed; these sums take the place of earlier ones."""
+        """Note sums of rows behind the committed ones. They replace earlier sums."""
         if self.sums and self.sums[-1].row_begin >= sums.row_begin:
             self.forget_sums(sums.row_begin)
         self.sums.append(sums)
 
     def forget_sums(self, row_begin: int) -> None:
-        """Rows from there on were never committed."""
+        """Forget the sums of rows from there on, which were never committed."""
         while self.sums and self.sums[-1].row_begin >= row_begin:
             self.sums.pop()
 
     def settle(self, row_count: int, values: tuple[int, ...]) -> None:
-        """The first rows have these sums, one per stream, verified against the sums that they replace."""
+        """Note verified sums of the first rows, one per stream, in the place of earlier sums."""
         if self.is_settled(row_count):
             return
-        # Sums behind `row_count` stay: a writer may have marked rows as written that are not committed yet.
+        # Later sums stay: a writer may have marked rows as written that are not committed yet.
         self.sums = [Sums(0, row_count, values), *(s for s in self.sums if s.row_begin >= row_count)]
 
     # -- events: the ledger's alone ----------------------------------------------------------------
@@ -560,11 +562,11 @@ class Segment:
         self.place = place
 
     def reserved(self, slot: Slot) -> None:
-        """A writer gets room for its rows."""
+        """A writer gets room for the segment's rows."""
         self._move(slot, self.durable, self.copy)
 
     def recorded(self, slot: Slot, row_count: int, header_checksum: int, copy: Slot | None = None) -> None:
-        """Records name it: all its rows lie in that slot below, and in the copy's if there is one."""
+        """Records name the segment: all its rows lie in that slot below, and in `copy`'s."""
         self.place, self.is_growing = Place.BELOW, False
         self.row_count = self.durable_row_count = row_count
         self.header_checksum = header_checksum
@@ -578,28 +580,28 @@ class Segment:
         header_checksum: int,
         values: tuple[int, ...],
     ) -> tuple[Slot, ...]:
-        """Its first rows lie in these slots below, which were staged; their record is about to be written.
+        """The first rows lie in these slots below, which were staged. Their record is about to be written.
 
-        Returns the slots that it had below before.
+        Returns the slots that the segment had below before.
         """
         before = self.places
         self.happened(event)
         self._move(self.memory, *_two(places))
         self.durable_row_count = row_count
-        # The bound checksums belong to the header before. The next read of the new header fills them.
+        # The bound checksums are those of the earlier header. The next read of the new header fills them.
         self.bound_checksums, self.header_checksum = (), header_checksum
         self.settle(row_count, values)
-        # The staged place has become the place itself, which `_move` has counted: it must not count twice.
+        # The staged place has become the place itself, which `_move` has counted. It must not count twice.
         self.stage(-self.durable_bytes)
         return before
 
     def promoted(self, slot: Slot) -> None:
-        """Memory has it again."""
+        """The segment is in memory again."""
         self.happened(SegmentEvent.PROMOTED)
         self._move(slot, self.durable, self.copy)
 
     def dropped(self) -> Slot | None:
-        """It leaves memory; returns the slot that it had there."""
+        """The segment leaves memory; returns the slot that it had there."""
         self.happened(SegmentEvent.DROPPED)
         # Later appends would have to read the rows back first.
         self.is_growing = False
@@ -609,44 +611,44 @@ class Segment:
         return slot
 
     def shortened(self, durable: Sums) -> None:
-        """Only the rows that a tier below has are left."""
+        """Drop the rows that the tier below does not have."""
         if self.place is Place.UNWRITTEN:
             self.happened(SegmentEvent.SHORTENED)
         self.row_count, self.is_growing, self.sums = durable.row_end, False, [durable]
 
     def placed(self, places: tuple[Slot, ...]) -> None:
-        """Its rows lie in these slots below and no other."""
+        """The rows lie in these slots below and in no other."""
         self._move(self.memory, *_two(places))
 
     def wanted(self, copies: int) -> None:
-        """So many copies of it shall be below."""
+        """Set how many copies of the segment shall be below."""
         kept_bytes = self._kept_bytes
         self.copies = copies
         self._use.add(0, 0, self._kept_bytes - kept_bytes)
 
     def emptied(self) -> tuple[Slot | None, tuple[Slot, ...]]:
-        """Nothing uses its slots any more; returns those that it had in memory and below."""
+        """The slots are out of use; returns those in memory and those below."""
         self.happened(SegmentEvent.RELEASED)
         slots = self.memory, self.places
         self._move(None, None, None)
         return slots
 
     def share(self) -> None:
-        """Count it with the kin of the session that lists it, which there must be."""
+        """Count the segment with the kin of the session that lists it. There must be a kin."""
         if isinstance(self.counted_with, Residence) and self.counted_with.kin is not None:
             self._count(-1)
             self.counted_with = self.counted_with.kin
             self._count(1)
 
     def list_in(self, residence: Residence) -> None:
-        """A session lists it."""
+        """A session lists the segment."""
         self.reference_count += 1
         # The session is kin already, so that the segment counts for it without a step.
         if self.counted_with is not None and self.counted_with is residence.kin:
             return
         home = self.home
         if isinstance(home, Kin):
-            # How much of it lies where was counted there before.
+            # The earlier residence counted how much of the segment lies where.
             self.counted_with = residence.share_with(home)
             return
         self._count(-1)
@@ -654,7 +656,7 @@ class Segment:
         self._count(1)
 
     def unlist(self) -> None:
-        """A session lists it no more.
+        """A session does not list the segment any more.
 
         Segments that forks shared stay their kin's, however few forks are left.
         """
@@ -665,14 +667,14 @@ class Segment:
             self.happened(SegmentEvent.UNLISTED)
 
     def stage(self, size_bytes: int) -> None:
-        """Count a slot below that was taken for its rows; negative when it went, or became its place."""
+        """Count a slot below that was taken for the rows; negative when it went, or became the place."""
         self._use.add(0, size_bytes, 0)
 
     # -- parts -------------------------------------------------------------------------------------
 
     @property
     def _kept_bytes(self) -> int:
-        """The bytes it counts for wherever it lies: a copy that is to come is its tenant's as well."""
+        """The bytes for which the segment counts wherever it lies. A copy that is to come counts as well."""
         return self.copies * self.layout.size_bytes if self.memory or self.durable else 0
 
     def _move(self, memory: Slot | None, durable: Slot | None, copy: Slot | None) -> None:
@@ -687,7 +689,7 @@ class Segment:
         durable_bytes += self.durable_bytes
         if self.counted_with is not None:
             self.counted_with.add(memory_count, memory_bytes, durable_bytes)
-        # A segment is kept from its first slot to its last: from memory to below changes nothing here.
+        # A segment counts from its first slot to its last: a move from memory to below changes nothing here.
         kept_bytes = (is_kept - was_kept) * self.copies * self.layout.size_bytes
         self._use.add(memory_bytes, durable_bytes, kept_bytes)
 
@@ -703,7 +705,7 @@ def _two(places: tuple[Slot, ...]) -> tuple[Slot | None, Slot | None]:
 
 
 class Shelf(SlotAllocator):
-    """Hands out a tier's slots. Owned by the ledger. To others the sets are to be looked at, not changed."""
+    """Hands out a tier's slots. Owned by the ledger. Others only read the sets."""
 
     def __init__(self, capacities_bytes: Sequence[int], *, first_offset: int = 0) -> None:
         super().__init__(capacities_bytes, first_offset=first_offset)
@@ -719,14 +721,14 @@ class Shelf(SlotAllocator):
 
     def give_back(self, slot: Slot | None) -> None:
         """Let a slot be taken again, unless a record may still name it."""
-        # A stranded slot may be named by a record that a failed commit left. Rows of another session written
-        # there would be read under that record after a restart.
+        # A record that a failed commit left may name a stranded slot. After a restart that record would read
+        # rows that another session wrote there.
         if slot is not None and slot not in self.stranded:
             self.give(slot)
 
 
 class Copies:
-    """Which segments have other copies below than they shall have. Owned by the ledger; to be looked at."""
+    """Segments that have more or fewer copies below than they shall have. Owned by the ledger."""
 
     def __init__(self) -> None:
         self.single: dict[Segment, None] = {}
@@ -735,9 +737,9 @@ class Copies:
         """Segments that have two copies and shall have one."""
 
     def count(self, segment: Segment, lost: Collection[int]) -> None:
-        """Look at a segment anew, while these paths are lost."""
+        """Look at the copies of a segment anew, while these paths are lost."""
         places = segment.places if segment.is_listed else ()
-        # A copy on a lost path counts as missing: the second one is made from the one that is left.
+        # A copy on a lost path counts as missing: the second one is made from the copy that is left.
         there = sum(slot.path_index not in lost for slot in places)
         for segments, is_one in (
             (self.single, segment.copies > 1 and there == 1),

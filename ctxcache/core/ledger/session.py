@@ -45,7 +45,7 @@ from ctxcache.format.streams import Content, contents_within
 
 DEFAULT_TTL_NS = 3600 * 10**9
 SLACK = 64
-"""Outdated entries of a queue that are not worth a pass."""
+"""Fewer outdated entries of a queue are not worth a pass."""
 
 _SLOT_BYTES: Callable[[Segment], int] = attrgetter("layout.size_bytes")
 
@@ -62,12 +62,12 @@ class Expiration:
         return self.expire_time_ns if self.ttl_ns is None else now_ns + self.ttl_ns
 
 
-# The heap holds times of the past as well, and `_earliest` says which entry of a session counts:
+# The heap holds outdated times as well, and `_earliest` says which entry of a session counts:
 #
 #     heap       (t1, a) (t2, b) (t4, a) ...        _earliest    a: t1    b: t2
 #     at t1      a was accessed since, and expires at t9 ──► (t9, a) is pushed, nothing ends
 #
-# So an access is an assignment. Only an expiry that came to be earlier than the entry needs a push.
+# So an access is an assignment. Only an expiry that became earlier than the entry needs a push.
 class ExpiryQueue:
     """Sessions by the earliest time at which they may expire. Owned by the ledger."""
 
@@ -88,26 +88,26 @@ class ExpiryQueue:
         self._tidy()
 
     def forget(self, uid: bytes) -> None:
-        """The session is gone."""
+        """Forget a session that is gone."""
         self._earliest.pop(uid, None)
         self._tidy()
 
     def due(
         self, now_ns: int, expire_time_of: Callable[[bytes], int | None], *, limit: int | None = None
     ) -> list[bytes]:
-        """Sessions whose time has come, at most `limit`; each is told once.
+        """Sessions whose expiry has come, at most `limit`. Each is told once.
 
-        `expire_time_of` gives the time that holds now, None if gone.
+        `expire_time_of` gives the present time of expiry, None for a session that is gone.
         """
         due: list[bytes] = []
         while self._heap and self._heap[0][0] <= now_ns and len(due) != limit:
             time_ns, uid = heapq.heappop(self._heap)
-            # An entry of before the last change: the session is scheduled at another time, or is gone.
+            # The entry is outdated: the session is scheduled at another time, or is gone.
             if self._earliest.get(uid) != time_ns:
                 continue
             del self._earliest[uid]
             actual = expire_time_of(uid)
-            # It was used since, and its time has moved on: it is scheduled once more.
+            # The session was used since: it is scheduled at its new time.
             if actual is not None and actual > now_ns:
                 self.schedule(uid, actual)
             elif actual is not None:
@@ -116,15 +116,15 @@ class ExpiryQueue:
 
     def _tidy(self) -> None:
         """Drop outdated entries once they are the larger part."""
-        # Sessions whose expiry is shortened again and again would fill the heap; a pass costs as much as the
+        # Sessions whose expiry is shortened again and again would fill the heap. A pass costs as much as the
         # pushes that made it necessary.
         if len(self._heap) > 2 * len(self._earliest) + SLACK:
             self._heap = [(time_ns, uid) for uid, time_ns in self._earliest.items()]
             heapq.heapify(self._heap)
 
 
-# An id with a slash cannot be asked for by a client, so that blocks and sessions share one name space of the
-# ledger and never meet.
+# A client cannot ask for an id with a slash: blocks and sessions share one name space of the ledger and never
+# meet.
 BLOCKS = "blocks/"
 """The beginning of blocks' ids: no session's id has a slash."""
 HEAT_HALF_LIFE_NS = 600 * 10**9
@@ -132,18 +132,18 @@ BEGIN = attrgetter("begin")
 
 
 def block_id(space: bytes, key: bytes) -> str:
-    """The id of a block in the ledger: of its space's fingerprint and its key, 32 bytes each."""
+    """A block's id in the ledger, made of its space's fingerprint and its key, 32 bytes each."""
     return f"{space_prefix(space)}{key.hex()}"
 
 
 def block_model(fingerprint: bytes) -> str:
-    """Stands for the model's id of a block, whose model need not be registered."""
-    # One text for all blocks of a model, of which there may be a million.
+    """The text in place of a block's model id. The model need not be registered."""
+    # All blocks of a model, of which there may be a million, share one text.
     return sys.intern(fingerprint.hex())
 
 
 def space_prefix(space: bytes) -> str:
-    """How the ids of a space's blocks begin, all of one length."""
+    """The beginning of the ids of a space's blocks, all of one length."""
     return f"{BLOCKS}{space.hex()}/"
 
 
@@ -151,13 +151,13 @@ PREFIX_LENGTH = len(space_prefix(bytes(32)))
 
 
 def block_key(session_id: str) -> bytes:
-    """A block's key, of its id."""
+    """The key of a block with this id."""
     return bytes.fromhex(session_id.rpartition("/")[2])
 
 
 def lies_on(segment: Segment, paths: Collection[int]) -> bool:
-    """Whether all that is below of the segment lies on these paths."""
-    # Both copies have to be gone: one that can be had is read instead.
+    """Whether all slots of the segment below lie on these paths."""
+    # Both copies have to be gone: else the other one is read.
     durable, copy = segment.durable, segment.copy
     if durable is None or durable.path_index not in paths:
         return False
@@ -175,7 +175,7 @@ class Piece:
 
 
 ANSWERED = -1
-"""Stands for the size of a commit: the input is over."""
+"""The size of the last commit, once the answer has begun."""
 
 
 @dataclass(slots=True, eq=False)
@@ -210,12 +210,12 @@ class Session:
     # The policy learns how soon sessions return by the sizes of their answers and inputs: a short answer has
     # called a tool, and its session is back at once.
     input_end: int = 0
-    """Where the last turn's input ends, as far as its commits tell.
+    """The end of the last turn's input, as far as the commits tell.
 
     An engine commits an input in pieces of one size and a rest, and then its answer, in smaller ones.
     """
     least_commit: int = 0
-    """How many tokens the last commit of the turn's input had; 0 where none came, ANSWERED behind it."""
+    """Tokens of the last commit of the turn's input; 0 before the first one, ANSWERED behind the input."""
     recorded_end: int = 0
     durable_end: int = 0
     use: Use = Use.FRESH
@@ -225,30 +225,30 @@ class Session:
     is_tail_apart: bool = False
     """Whether a commit ended where the last segment begins.
 
-    The segments before it are whole without it.
+    Then the earlier segments are whole without the last one.
     """
     path: int | None = None
-    """The path below that its next segments go to, as long as that path has room.
+    """The path below for the session's next segments, as long as that path has room.
 
-    That of its last segments.
+    It is that of its last segments.
     """
     copies: int = 1
-    """How many paths below each of its segments shall be on, 1 or 2."""
+    """How many paths below each of the segments shall be on, 1 or 2."""
     copy_path: int | None = None
-    """The path that second copies of its next segments go to, as `path`."""
+    """The path for second copies of the next segments, as `path`."""
     withheld: Ranges = ()
     """Positions that are live and not shown.
 
-    They lie on a path that is lost, or behind a segment that does.
+    These tokens lie on a lost path, or behind a segment that does.
     """
     parent_id: str = ""
-    """For a block: `block_id` of the block that it continues; empty for none."""
+    """The id of the block that this block continues; empty for none, and for a session."""
     salt: bytes = b""
-    """The salt in its tokens' keys; never changes."""
+    """The salt in the tokens' keys. It never changes."""
     contents: tuple[Content, ...] = ()
-    """The contents behind its first tokens, in order, up to the first token that was dropped."""
+    """The contents behind the first tokens, in order, up to the first token that was dropped."""
     exposed_begin: int | None = None
-    """Where its first segment begins that lies on a lost path and in memory; None when there is none."""
+    """The begin of the first segment that lies on a lost path and in memory; None when there is none."""
     reckoned: int = 0
     """The loss or return of a path that was last taken into account."""
     heat: float = 0.0
@@ -256,12 +256,12 @@ class Session:
     token_count: int = field(init=False)
     """Live tokens."""
     residence: Residence = field(init=False)
-    """The counts of its segments."""
+    """The counts of the session's segments."""
 
     name: str = field(init=False)
     """Resource name."""
     is_block: bool = field(init=False)
-    """Whether it is a block."""
+    """Whether this is a block."""
 
     def __post_init__(self) -> None:
         self.is_block = self.layout.segment_tokens == BLOCK_ROWS
@@ -271,12 +271,12 @@ class Session:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a writer has it."""
+        """Whether the session has a writer."""
         return self.use is Use.WRITTEN
 
     @property
     def is_idle(self) -> bool:
-        """Whether no read or write of it is open."""
+        """Whether no read or write of the session is open."""
         return self.use in (Use.IDLE, Use.FRESH)
 
     @property
@@ -286,8 +286,9 @@ class Session:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the slots that hold all of it once."""
-        # Without a call for each: a fork asks for this in one turn of the loop, and may have thousands.
+        """Bytes of slots that hold the whole session once."""
+        # No call is made for each segment: a fork asks for this in one turn of the loop, and may have
+        # thousands.
         return sum(map(_SLOT_BYTES, self.segments))
 
     def used(self, event: UseEvent) -> None:
@@ -307,7 +308,7 @@ class Session:
     @property
     def durable_token_count(self) -> int:
         """Live tokens that are below and recorded."""
-        # The usual case, and asked at each commit: no range is walked.
+        # This is the usual case, and asked at each commit: no range is walked.
         if self.exposed_begin is None and self.durable_end >= self.log_end:
             return self.token_count
         end = self.durable_end if self.exposed_begin is None else min(self.durable_end, self.exposed_begin)
@@ -320,7 +321,7 @@ class Session:
         if len(segments) == 1:
             return self.token_count if segments[0].memory is not None else 0
         in_memory = self.amounts().memory_count
-        # All or nothing in memory is the usual case. Only a session half in memory walks its pieces.
+        # Usually all segments are in memory, or none. Only a session half in memory walks its pieces.
         if in_memory in (0, len(self.segments)):
             return self.token_count if in_memory else 0
         pieces = self.pieces(0, self.token_count)
@@ -330,35 +331,34 @@ class Session:
     def growing_tail(self) -> Segment | None:
         """The last segment while rows may still be appended to it."""
         tail = self.segments[-1] if self.segments else None
-        # Dropped newest tokens leave the log's end behind the tail's: rows are never used twice.
+        # After a drop of the newest tokens the log's end is behind the tail's: rows are never used twice.
         if tail is None or not tail.is_growing or tail.end != self.log_end:
             return None
         return None if tail.is_full else tail
 
     @property
     def whole_token_count(self) -> int:
-        """How many of its first tokens were computed with all tokens before them, and are shown."""
+        """How many of the first tokens were computed with all tokens before them, and are shown."""
         live = self.live
         return live[0][1] if live and not live[0][0] else 0
 
     def describe(self, contents: Sequence[Content], begin: int) -> None:
         """Keep the committed contents behind tokens from index `begin` on.
 
-        Nothing where a token was dropped: what comes behind has no keys.
+        Contents behind a dropped token are not kept: tokens there have no keys.
         """
-        # Behind a dropped token no key is made, so that contents there would be kept for nothing.
         if self.log_end == self.whole_token_count:
             told = contents_within(contents, begin, self.log_end)
             self.contents = contents_within((*self.contents, *told), 0, self.log_end)
 
     @property
     def shown(self) -> list[Segment]:
-        """The segments that hold the tokens it shows."""
+        """The segments that hold the session's shown tokens."""
         return self.segments_of(self.live) if self.withheld else self.segments
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether no segment of what it shows is missing there."""
+        """Whether every segment of the shown tokens is in memory."""
         if self.withheld:
             return all(segment.memory for segment in self.shown)
         # A block is one segment: its residence need not be asked, and a look-up has thousands of blocks.
@@ -367,19 +367,19 @@ class Session:
         return self.residence.memory_count(self.segments) == len(self.segments)
 
     def amounts(self) -> Amounts:
-        """How much of it lies where, what it shares included."""
+        """How much of the session lies in each tier, shared segments included."""
         return self.residence.amounts(self.segments)
 
     def lists(self, segment: Segment) -> bool:
-        """Whether the segment is one of its own."""
+        """Whether the session lists the segment."""
         i = bisect_left(self.segments, segment.begin, key=BEGIN)
         return i < len(self.segments) and self.segments[i] is segment
 
     def touch(self, now_ns: int) -> None:
         """Count an access."""
         idle_ns = now_ns - self.access_time_ns
-        # An exponential average: `heat` is 1 + what it was, halved for each half life of idleness. A clock
-        # that was set back must not make a session hotter, so that only positive idleness counts.
+        # This is an exponential average: `heat` is 1 + its last value, halved for each half life of idleness.
+        # Only positive idleness counts: a clock that was set back must not make a session hotter.
         self.heat = 1 + (self.heat * math.exp2(-idle_ns / HEAT_HALF_LIFE_NS) if idle_ns > 0 else self.heat)
         self.access_time_ns = now_ns
         if self.expiration.ttl_ns is None:
@@ -388,15 +388,15 @@ class Session:
             self.expire_time_ns = now_ns + self.expiration.ttl_ns
 
     def heat_at(self, now_ns: int) -> float:
-        """How much it is used these minutes."""
+        """The session's use in these minutes."""
         return self.heat * math.exp2(-max(now_ns - self.access_time_ns, 0) / HEAT_HALF_LIFE_NS)
 
     def check_caller(self, fingerprint: bytes, generation: int | None) -> None:
         """Raise as `check_fingerprint` and `check_generation` do.
 
-        The checks of every caller that moves rows.
+        Every caller that moves rows is checked so.
         """
-        # Compared here first: a call for each check would be made for every lease and append.
+        # The comparison is here, since every lease and append would make a call for each check.
         if fingerprint != self.model_fingerprint:
             self.check_fingerprint(fingerprint)
         if generation is not None and generation != self.generation:
@@ -420,12 +420,12 @@ class Session:
             raise TokenRangeOutOfBounds(begin=begin, end=end, token_count=self.token_count)
 
     def pieces(self, begin: int, end: int) -> list[Piece]:
-        """Where the tokens `[begin, end)` lie, in order."""
+        """The places of the tokens `[begin, end)`, in order."""
         index = begin
         pieces: list[Piece] = []
         segments = self.segments
         if len(self.live) == 1 and begin < end:
-            # Nothing was dropped but from the front, as in most sessions: indexes are positions from there.
+            # As in most sessions, tokens were dropped at the front alone: indexes are positions from there.
             first = self.live[0][0]
             positions: Ranges = ((first + begin, first + end),)
         else:
@@ -443,7 +443,7 @@ class Session:
                 #     segment 1   [0 ......... 63]
                 #     segment 2            [40 ......... 103]    after tokens 40 .. 63 were dropped
                 #     pieces      [0 .. 39][40 ......... 103]
-                # Up to the next segment, whatever else this one holds: a position is its last writer's.
+                # A piece ends where the next segment begins: a position belongs to its last writer.
                 stop = min(high, segment.begin + segment.row_count)
                 if i < len(segments) and segments[i].begin < stop:
                     stop = segments[i].begin
@@ -463,7 +463,7 @@ class Session:
         return self.keep_positions(ranges.subtract(self.live, dropped))
 
     def keep_positions(self, live: Ranges) -> list[Segment]:
-        """Make every live position dead but these, which are shown. See `drop_positions`."""
+        """Make every shown position dead but these. See `drop_positions`."""
         self.live, self.withheld = live, ()
         self.token_count = ranges.count(live)
         if self.contents:
@@ -477,16 +477,16 @@ class Session:
         return dead
 
     def reckon(self, lost: Collection[int]) -> int:
-        """Show what can be had while these paths are lost, and withhold the rest.
+        """Show the tokens that can be read while these paths are lost, and withhold the rest.
 
         Returns how many tokens fewer are shown.
         """
         on_lost = [s for s in self.segments if lies_on(s, lost)]
-        # Rows on a lost path that memory still has are shown, and are lost with the process: they are to be
+        # Rows on a lost path that memory still has are shown, and are lost with the process. They are to be
         # written elsewhere at once.
         self.exposed_begin = next((s.begin for s in on_lost if s.memory), None)
         end = next((s.begin for s in on_lost if not s.memory), None)
-        # Reckoning begins from all positions, so that a path that came back shows them again.
+        # Reckoning begins from all positions, so that a path that came back shows its tokens again.
         whole = ranges.normalise([*self.live, *self.withheld])
         live = whole if end is None else ranges.clip(whole, 0, end)
         fewer_count = self.token_count - ranges.count(live)
@@ -524,14 +524,14 @@ class Session:
         self.log_end = end
         self.generation += 1
         if self.least_commit != ANSWERED:
-            # The first that is smaller than the one before is the rest of the input.
+            # The first commit that is smaller than the one before is the rest of the input.
             self.least_commit, self.input_end = (count if count >= self.least_commit else ANSWERED), end
 
     def adopt(self, source: "Session", token_count: int) -> None:
         """Begin with the source's first tokens, which are durable. The session never had any."""
         self.live, self.token_count = ((0, token_count),), token_count
         self.segments = source.segments_of(self.live)
-        # Rows of its last segment behind these are the source's: the next row is put in their place.
+        # The next row replaces rows of the last segment behind these tokens, which are the source's.
         self.log_end = self.recorded_end = self.durable_end = token_count
         self.contents = contents_within(source.contents, 0, token_count)
         self.path, self.copy_path = source.path, source.copy_path
@@ -564,7 +564,7 @@ class Session:
         )
 
 
-# A tuple: each lease, commit and answer about a session makes one. A frozen dataclass takes twice as long.
+# The view is a tuple, for each lease, commit and answer makes one. A frozen dataclass takes twice as long.
 class SessionView(NamedTuple):
     """A session's facts at one moment; stays true of a lease's rows when the session goes on."""
 
@@ -591,7 +591,7 @@ class SessionView(NamedTuple):
 
     @property
     def whole_token_count(self) -> int:
-        """How many of its first tokens were computed with all tokens before them, and are shown."""
+        """How many of the first tokens were computed with all tokens before them, and are shown."""
         return ranges.whole_count(self.live)
 
 
@@ -603,11 +603,11 @@ class BlockIndex(Collection[Session]):
         """By tenant and how a space's ids begin, then by key. No space is empty."""
 
     def put(self, block: Session) -> None:
-        """Find it from here on."""
+        """Add a block to the index."""
         self._spaces.setdefault(_space_of(block), {})[block_key(block.session_id)] = block
 
     def drop(self, block: Session) -> None:
-        """Find it no more."""
+        """Take a block out of the index."""
         place = _space_of(block)
         del self._spaces[place][block_key(block.session_id)]
         if not self._spaces[place]:
@@ -627,11 +627,11 @@ class BlockIndex(Collection[Session]):
         return chain.from_iterable(found.values() for found in self._spaces.values())
 
     def __len__(self) -> int:
-        """How many there are."""
+        """How many blocks there are."""
         return sum(map(len, self._spaces.values()))
 
     def __contains__(self, block: object) -> bool:
-        """Whether it is there."""
+        """Whether the block is in the index."""
         return isinstance(block, Session) and self.named(block.tenant, block.session_id) is block
 
 

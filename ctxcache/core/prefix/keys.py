@@ -59,7 +59,7 @@ TOKENS_LIMIT_BYTES = 1 << 20
 DOMAIN = b"ctxcache.prefix.v1"
 _CONTENT_END = attrgetter("end")
 SCOPES_KEPT = 4096
-"""Scopes that are not made anew each time: one for each tenant, model, layout and salt in use."""
+"""Scopes that are kept ready: one for each tenant, model, layout and salt in use."""
 _LENGTH, _RANGE, _CONTENT = struct.Struct("<I"), struct.Struct("<iii"), struct.Struct(f"<ii{DIGEST_BYTES}s")
 _PARENT_LENGTH, _TOKENS_LENGTH = _LENGTH.pack(KEY_BYTES), _LENGTH.pack(BLOCK_BYTES)
 
@@ -69,7 +69,7 @@ _PARENT_LENGTH, _TOKENS_LENGTH = _LENGTH.pack(KEY_BYTES), _LENGTH.pack(BLOCK_BYT
 #     other tenant, model, layout    another head and another mask    not in the same part of the index
 #     other salt                     another head, the same mask      other keys, so not found either
 class Scope(NamedTuple):
-    """Within which keys are looked for. Keys of one scope are never found in another.
+    """The bounds of a search for keys. Keys of one scope are never found in another.
 
     `mask`: 256 bits that the index combines every key of the scope with.
     """
@@ -79,7 +79,7 @@ class Scope(NamedTuple):
     mask: int
 
     def key(self, parent: bytes, token_ids: Buffer, contents: bytes = b"") -> bytes:
-        """The key of 64 token ids behind `parent`. 32 bytes. `contents`: the field, encoded, or nothing."""
+        """The key of 64 token ids behind `parent`, 32 bytes. `contents`: the encoded field, or nothing."""
         return hashlib.sha256(
             b"".join((self.head, _PARENT_LENGTH, parent, _TOKENS_LENGTH, token_ids, contents))
         ).digest()
@@ -91,16 +91,15 @@ class Scope(NamedTuple):
         contents: Sequence[Content] = (),
         first_token: int = 0,
     ) -> Iterator[bytes]:
-        """The key of each whole run of 64 token ids; what is left over has none.
+        """The key of each whole run of 64 token ids. The rest has none.
 
-        `contents` in order, in the numbers of the session's tokens, of which `first_token` is the first here.
+        `contents` are in order, in the session's token indexes, of which `first_token` is the first here.
         """
-        # Bytes, since a slice of a view is put beside bytes by a slower way.
+        # The ids are made bytes: to join a slice of a view with bytes is slower.
         data = bytes(token_ids)
         # The first content that ends behind the first token here.
         at = bisect_right(contents, first_token, key=_CONTENT_END)
-        # Copying a hasher costs less than hashing tenant, model, layout and salt for each 64 tokens.
-        # The beginning that all keys share is hashed once.
+        # All keys share a beginning, which is hashed once: to copy a hasher costs less.
         begun = hashlib.sha256(self.head + _PARENT_LENGTH)
         for begin in range(0, len(data) - BLOCK_BYTES + 1, BLOCK_BYTES):
             field = b""
@@ -121,7 +120,7 @@ def _contents_field(contents: Sequence[Content], at: int, first: int) -> bytes:
     packed = list[bytes]()
     while at < len(contents) and contents[at].begin < first + BLOCK_TOKENS:
         begin, end, digest = contents[at]
-        # In numbers within the 64 tokens: the same picture at the same place gives the same key in any
+        # The numbers count within the 64 tokens: the same picture at the same place gives the same key in any
         # session.
         packed.append(_CONTENT.pack(max(begin - first, 0), min(end - first, BLOCK_TOKENS), digest))
         at += 1
@@ -141,7 +140,7 @@ def layout_tag(ranges: Iterable[StreamRange]) -> bytes:
     return hashlib.sha256(b"".join(item for item in packed if item != tokens)).digest()
 
 
-# Ranges are hashed as a key of the cache: they have to be a tuple.
+# The cache hashes the ranges, which have to be a tuple for that.
 @lru_cache(SCOPES_KEPT)
 def scope_of(
     tenant: str, model_fingerprint: bytes, ranges: Sequence[StreamRange], salt: bytes = b""
@@ -151,7 +150,7 @@ def scope_of(
 
 
 def make_scope(tenant: str, model_fingerprint: bytes, tag: bytes, salt: bytes = b"") -> Scope:
-    """As `scope_of`, of a layout tag."""
+    """As `scope_of`, with a layout tag."""
     fields = (DOMAIN, tenant.encode(), model_fingerprint, tag)
     head = b"".join(_LENGTH.pack(len(item)) + item for item in fields)
     mask = int.from_bytes(hashlib.sha256(head).digest(), "little")
@@ -162,11 +161,11 @@ FREE = -1
 PARTS = 1024
 LEAST_SLOTS = 4
 _GROWTH_SHIFT = 4
-"""Rows are added by sixteenths of what there is."""
+"""Rows are added by sixteenths of the present ones."""
 
 
 class Entry(NamedTuple):
-    """The rows that a key names: the first `token_count` tokens of the owner end with its last one."""
+    """The rows that a key names: the first `token_count` tokens of the owner end with the last of them."""
 
     owner: int
     token_count: int
@@ -202,7 +201,7 @@ class PrefixIndex:
 
     def put(self, scope: Scope, key: bytes, owner: int, token_count: int) -> None:
         """Let a key name an owner's first tokens; an owner's keys come in the order of their token counts."""
-        # Stored under the mask, and found only with it.
+        # The key is stored under the mask, and found only with it.
         stored = _stored(scope, key)
         row = self._take_row()
         begin = row * KEY_BYTES
@@ -232,7 +231,7 @@ class PrefixIndex:
         self._count += 1
 
     def find_all(self, scope: Scope, key: bytes) -> Iterator[Entry]:
-        """All that is under a key, the last first. The index must not change meanwhile."""
+        """All entries under a key, the last first. The index must not change meanwhile."""
         part, slot = self._key_slot(_stored(scope, key))
         row = part[slot]
         while row != FREE:
@@ -252,13 +251,13 @@ class PrefixIndex:
         """An owner's keys of more than `begin` and at most `end` tokens, one behind the other, as stored."""
         part, slot = self._owner_slot(owner)
         row, follows, rows = part[slot], self._next, list[int]()
-        # As `_rows_of`, which takes three times as long: sessions have thousands.
+        # `_rows_of` takes three times as long, and sessions have thousands of rows.
         while row != FREE:
             rows.append(row)
             row = follows[row]
         count_of = self._counts.__getitem__
         rows = rows[bisect_right(rows, begin, key=count_of) : bisect_right(rows, end, key=count_of)]
-        # Keys that were put one after another lie so, and are one copy.
+        # Keys that were put one after another lie in a row, and are one copy.
         if rows and rows == list(range(rows[0], rows[0] + len(rows))):
             return bytes(self._keys[rows[0] * KEY_BYTES : (rows[-1] + 1) * KEY_BYTES])
         return b"".join([self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] for row in rows])
@@ -271,7 +270,7 @@ class PrefixIndex:
     def drop(self, owner: int, beyond: int = 0) -> int:
         """Forget an owner's keys, or those for more than `beyond` tokens; returns how many there were."""
         rows = list(self._rows_of(owner))
-        # The remembered session may be one of those that go.
+        # The remembered owner may be the one that goes.
         self._last_owner = None
         kept = [row for row in rows if self._counts[row] <= beyond]
         for row in rows[len(kept) :]:
@@ -281,7 +280,7 @@ class PrefixIndex:
         if kept:
             self._next[kept[-1]] = FREE
         else:
-            # The owner has none left: its slot is taken out, for it is found by the first row.
+            # The owner has no row left. Its slot, which names the first row, is taken out.
             number = hash(owner) % PARTS
             part, slot = self._owner_slot(owner)
             _take_out(part, slot, self._owner_home)
@@ -303,7 +302,7 @@ class PrefixIndex:
     def _take_row(self) -> int:
         if self._unused == FREE:
             count = len(self._owners)
-            # A sixteenth at a time: doubling would hold twice the memory of a large index at once.
+            # Rows grow by a sixteenth: doubling would hold twice the memory of a large index at once.
             added = max(count >> _GROWTH_SHIFT, 64)
             self._keys += bytes(added * KEY_BYTES)
             self._owners.frombytes(bytes(added * self._owners.itemsize))
@@ -352,7 +351,7 @@ class PrefixIndex:
     def _key_slot(self, stored: bytes) -> "tuple[array[int], int]":
         """The part of the table and the slot that has a key, or would have it."""
         hashed = hash(stored)
-        # The low bits choose the part, the others the slot: both would be the same bits otherwise.
+        # The low bits choose the part, and the others the slot, so that the two do not depend on each other.
         part = self._by_key[hashed % PARTS]
         mask = len(part) - 1
         slot = (hashed // PARTS) & mask
@@ -382,7 +381,7 @@ class PrefixIndex:
     def _grow_keys(self, number: int) -> None:
         self._key_counts[number] += 1
         part = self._by_key[number]
-        # At two thirds full: linear probing becomes slow beyond that.
+        # A part doubles when it is two thirds full: linear probing becomes slow beyond that.
         if 3 * self._key_counts[number] > 2 * len(part):
             self._table_bytes += len(part) * part.itemsize
             self._by_key[number] = _doubled(part, [self._key_home(row) for row in part if row != FREE])
@@ -396,14 +395,14 @@ class PrefixIndex:
 
 
 def _stored(scope: Scope, key: bytes | bytearray) -> bytes:
-    # Exclusive or: one operation there and back.
+    # Exclusive or is the same operation there and back.
     return (int.from_bytes(key, "little") ^ scope.mask).to_bytes(KEY_BYTES, "little")
 
 
 def all_stored(scope: Scope, keys: Sequence[bytes]) -> bytes:
     """Keys as the index has them, one behind the other."""
     joined, masks = b"".join(keys), scope.mask.to_bytes(KEY_BYTES, "little") * len(keys)
-    # One operation for all: a key at a time takes as long as making it.
+    # One operation masks all keys: one key at a time takes as long as making it.
     return (int.from_bytes(joined, "little") ^ int.from_bytes(masks, "little")).to_bytes(
         len(joined), "little"
     )
@@ -431,7 +430,7 @@ def _take_out(part: "array[int]", slot: int, home_of: Callable[[int], int]) -> N
     follows = (slot + 1) & mask
     while (row := part[follows]) != FREE:
         home = home_of(row) & mask
-        # It may move where its own search passes the free slot.
+        # The row may move where its own search passes the free slot.
         if (follows - home) & mask >= (follows - slot) & mask:
             part[slot] = row
             slot = follows
@@ -449,7 +448,7 @@ _LENGTH, _PART = struct.Struct("<I"), struct.Struct("<iii")
 
 
 class Part(NamedTuple):
-    """Which of a block's bytes one rank of an engine writes: those of layers `[layer_begin, layer_end)`."""
+    """The bytes of a block that one rank of an engine writes: those of layers `[layer_begin, layer_end)`."""
 
     layer_begin: int
     layer_end: int
@@ -459,7 +458,7 @@ class Part(NamedTuple):
 def space_of(fingerprint: bytes, layout_tag: bytes, salt: bytes, parts: Sequence[Part]) -> bytes:
     """The space of blocks of this model, layout, salt and these parts. 32 bytes."""
     packed = b"".join(_PART.pack(*part) for part in parts)
-    # Lengths before fields: no two sets of fields have the same bytes.
+    # Lengths come before fields: no two sets of fields have the same bytes.
     fields = (BLOCK_DOMAIN, fingerprint, layout_tag, salt, packed)
     return hashlib.sha256(b"".join(_LENGTH.pack(len(item)) + item for item in fields)).digest()
 

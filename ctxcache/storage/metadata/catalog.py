@@ -1,13 +1,13 @@
 """The catalog: a second copy of every record, in plain files that no database is needed to read.
 
-Written behind each commit, in the order of the commits: by the thread that has written the store's log where
-both lie on one device, or else by a thread of its own. Synced within a second by another. A commit returns
-when the catalog has it: after the death of the process the catalog has every commit, after a power cut it may
-lack those of the last second or so. The catalog is read when the metadata is gone or cannot be trusted, and
-then only. Worst case: its device refuses a write, which is logged; commits go on without the catalog until
-the next start. A write that does not come back is waited for no longer than a bound. Commits then go on too,
-until the device has returned what it owes, and the next commit begins the catalog anew. On the store's own
-device such a write is one of the store's log, and the store rests until it has come back.
+The catalog is written behind each commit, in the order of the commits. The thread that writes the store's log
+does so where both lie on one device, else a thread of its own. Another thread syncs it within a second. A
+commit returns when the catalog has it: after the death of the process the catalog has every commit, after a
+power cut it may lack those of the last second or so. The catalog is read only when the metadata is gone or
+cannot be trusted. Worst case: its device refuses a write, which is logged; commits go on without the catalog
+until the next start. A write that does not come back is waited for no longer than a bound. Commits then go on
+too, until the device has returned what it owes, and the next commit begins the catalog anew. On the store's
+own device such a write is one of the store's log, and the store rests until it has come back.
 
     NNNNNNNN.base   every record when log N was begun, then an end mark
     NNNNNNNN.log    the changes since, in the order of the commits, with marks where a run began and ended
@@ -21,9 +21,9 @@ Both hold:
     commit mark  the deletion of an entry without a key: all of that commit is before it
     end mark     an entry without key and value: the base is whole, or the run ended in order
 
-Keys and values are those of `records.py`. The newest base that is whole counts, and the logs from its number
-on, each up to where the next one begins. A commit counts with its mark or not at all. Damage and missing
-commits are told, and what can be read counts.
+Keys and values are those of `records.py`. The newest whole base counts, and the logs from its number on, each
+up to where the next one begins. A commit counts with its mark or not at all. Damage and missing commits are
+told, and all readable commits count.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ _HEAD = struct.Struct("<IIQ")
 _CHECKSUM = struct.Struct("<Q")
 _DELETED = (1 << 32) - 1
 Entry = tuple[bytes, bytes | None]
-"""A record's key, and its value or None: it is deleted."""
+"""A record's key, and its value; None for a deletion."""
 BEGIN, COMMIT, END = b"\0", None, b""
 MARK_BYTES = _HEAD.size + _CHECKSUM.size
 """Size of a commit or end mark, and the least one of an entry."""
@@ -70,7 +70,7 @@ MARK_BYTES = _HEAD.size + _CHECKSUM.size
 class CatalogContents:
     """The contents of a catalog.
 
-    Records by key, as of commit `sequence`, and what could not be read of it.
+    It has the records by key, as of commit `sequence`, and the problems of reading them.
     """
 
     records: dict[bytes, bytes] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class CatalogContents:
     problems: list[str] = field(default_factory=list)
 
     def apply(self, entries: Iterable[Entry], sequence: int) -> None:
-        """Take a commit over."""
+        """Take the entries of a commit over."""
         for key, value in entries:
             if value is None:
                 self.records.pop(key, None)
@@ -87,7 +87,7 @@ class CatalogContents:
         self.sequence = sequence
 
     def go_on(self, path: Path, sequence: int) -> None:
-        """Later entries come after that commit, which is the last one unless some are missing."""
+        """Note that later entries come after that commit. Unless commits are missing, it is the last one."""
         if sequence > self.sequence:
             self.problems.append(f"{path}: commits {self.sequence + 1} to {sequence} are missing before it")
             self.sequence = sequence
@@ -100,24 +100,24 @@ def read_catalog(directory: str | Path, instance_id: str) -> CatalogContents:
     first = _newest_base(directory, seed, contents) if directory.is_dir() else None
     if first is None:
         contents.problems.append(f"{directory} has no base that is whole")
-    # Logs before the newest whole base have nothing that it lacks.
+    # Logs before the newest whole base have no commit that it lacks.
     logs = {n: directory / f"{n:08d}.log" for n in sorted(numbers(directory, "log")) if n >= (first or 0)}
     begins = {number: _begin(path, seed) for number, path in logs.items()}
     if first is not None:
         _join(directory, contents, first, begins)
     for number, path in logs.items():
-        # The earliest later log decides: it says up to where this one counts.
+        # The earliest later log says up to where this one counts.
         later = [begin for n, begin in begins.items() if n > number and begin is not None]
         _replay(path, seed, contents, until=min(later, default=None))
     return contents
 
 
-# Every entry carries its own checksum: after a torn end all before it can be read.
+# Every entry has its own checksum: before a torn end all entries can be read.
 def pack(seed: int, sequence: int, key: bytes, value: bytes | None) -> bytes:
     """An entry as it is written."""
     value_bytes = _DELETED if value is None else len(value)
     body = _HEAD.pack(len(key), value_bytes, sequence) + key + (value or b"")
-    # Seeded with the store's id: another store's catalog has no entry that is right.
+    # The store's id is the seed: another store's catalog has no right entry.
     return body + _CHECKSUM.pack(xxh3_64_intdigest(body, seed=seed))
 
 
@@ -127,12 +127,12 @@ def pack_mark(seed: int, sequence: int, kind: bytes | None) -> bytes:
 
 
 def numbers(directory: Path, kind: str) -> Iterable[int]:
-    """Which bases or logs are there. Nothing where there is no directory."""
+    """Numbers of the present bases or logs. Empty where there is no directory."""
     return [int(path.stem) for path in directory.glob(f"*.{kind}") if path.stem.isdigit()]
 
 
 def _newest_base(directory: Path, seed: int, contents: CatalogContents) -> int | None:
-    # From the newest: one that is not whole is told, and the one before it counts.
+    # The search begins at the newest base. A base that is not whole is told, and the one before it counts.
     for number in sorted(numbers(directory, "base"), reverse=True):
         base = CatalogContents()
         if _replay(directory / f"{number:08d}.base", seed, base):
@@ -150,7 +150,7 @@ def _join(directory: Path, contents: CatalogContents, first: int, begins: Mappin
         if begin is not None and number == first:
             contents.sequence = max(contents.sequence, begin)
         elif begin is not None and begin < contents.sequence:
-            # A power cut took back what the base already had.
+            # A power cut took back commits that the base already had.
             contents.problems.append(
                 f"{directory / f'{number:08d}.log'} follows commit {begin}, and its base has commits"
                 f" {begin + 1} to {contents.sequence} of before a power cut"
@@ -158,7 +158,7 @@ def _join(directory: Path, contents: CatalogContents, first: int, begins: Mappin
 
 
 def _begin(path: Path, seed: int) -> int | None:
-    """The commit that a log follows; None where none is said."""
+    """The commit that a log follows; None where the log says none."""
     with path.open("rb") as file:
         found = _unpack(seed, memoryview(file.read(MARK_BYTES + len(BEGIN))), 0)
     return found[1] if found and found[0] == (b"", BEGIN) else None
@@ -181,10 +181,10 @@ def _replay(path: Path, seed: int, contents: CatalogContents, *, until: int | No
         if until is not None and sequence > until:
             return False
         is_ended = not key and value == END
-        # Within a commit: it counts when its mark comes.
+        # An entry within a commit counts when the commit's mark comes.
         if key and pending is not None:
             pending.append((key, value))
-        # In a base there are no commits: each entry is a record.
+        # A base has no commits: each entry is a record.
         elif key:
             contents.apply([(key, value)], sequence)
         elif value == BEGIN:
@@ -203,7 +203,7 @@ def _replay(path: Path, seed: int, contents: CatalogContents, *, until: int | No
 
 def _unpack(seed: int, data: memoryview, offset: int) -> tuple[Entry, int, int] | None:
     """An entry, its sequence, and where the next one begins; None when it is not whole."""
-    # Sizes are checked before anything is read by them: damaged ones point anywhere.
+    # Sizes are checked before they are used: damaged ones point anywhere.
     if offset + MARK_BYTES > len(data):
         return None
     key_bytes, value_bytes, sequence = _HEAD.unpack_from(data, offset)
@@ -222,12 +222,12 @@ CATALOG = "catalog"
 """The name of its directory, in the first SSD directory."""
 SYNC_INTERVAL_S = 1.0
 LOG_LIMIT_BYTES = 64 << 20
-"""A log may grow to this, or to its base's size; then the next base is written."""
+"""A log that has grown to this, or to its base's size, makes the next base due."""
 BACKLOG_LIMIT_BYTES = 64 << 20
-"""Commits that may wait for the device, whose callers have gone; with more it counts as one that hangs."""
+"""Bytes of commits without callers that may wait for the device. With more it counts as hanging."""
 HANG_AFTER_S = 30.0
 END_PATIENCE_S = 5.0
-"""How long the end waits for a device that does not get on; it waits no longer than a commit does."""
+"""How long the end waits for a device that does not answer, at most as long as a commit does."""
 _ENTRIES_PER_WRITE = 1024
 _PAUSE_SHARE = 3
 """Pauses in proportion to the work: a million records take about twenty seconds, and delay nobody much."""
@@ -252,7 +252,7 @@ class Catalog:
         hang_after_s: float = HANG_AFTER_S,
         beside: str | Path | None = None,
     ) -> None:
-        """Until `claim` and `begin` nothing is written. `hang_after_s` is how long a commit waits.
+        """No file is written until `claim` and `begin`. `hang_after_s` is how long a commit waits.
 
         `beside`: the store, or None where the catalog counts as on another device.
         """
@@ -319,7 +319,7 @@ class Catalog:
             raise CorruptMetadata(where=str(self._directory), problem=f"{problem}; {damage}".rstrip("; "))
 
     def claim(self) -> None:
-        """Make the directory, or take one that is there. Raises DataDirectoryUnusable."""
+        """Make the directory, or take an existing one. Raises DataDirectoryUnusable."""
         try:
             claim_directory(self._directory)
         except OSError as error:
@@ -327,7 +327,7 @@ class Catalog:
             raise DataDirectoryUnusable(path=str(self._directory), problem=problem) from error
 
     def begin(self, sequence: int, snapshot: Callable[[], Iterator[tuple[bytes, bytes]]]) -> None:
-        """Go on behind the last run if it ended at `sequence`; else begin anew with the first commit.
+        """Go on behind the last run if it ended at `sequence`. Else begin anew with the first commit.
 
         `snapshot` begins to iterate over the records as they are when it is called; a thread reads it.
         Until the first commit the catalog of a run that was cut off is complete. The directory is claimed.
@@ -343,8 +343,8 @@ class Catalog:
                 self._base_bytes = self._path("base", self._number).stat().st_size
                 self._is_begun = True
             elif self._number:
-                # Cut off: nothing may follow on it, for what it has behind the last synced commit is not
-                # known.
+                # The run was cut off. No entry may follow on its log, whose end behind the last synced commit
+                # is not known.
                 self._is_cut_off = True
             else:
                 self._rotate(sequence)
@@ -355,23 +355,23 @@ class Catalog:
         Costs one write to the page cache, in the thread.
         """
         self._end_hang()
-        # Without changes is the first commit only: the next one says what it follows.
+        # Only the first commit has no changes: the next one says what it follows.
         commits = [(entries, sequence) for entries, sequence in commits if entries]
         # Without a begun log the first commit begins one. After a failure nothing is written until the next
         # start.
         if not commits or self._is_failed or self._is_hung or not (self._is_begun or self._is_cut_off):
             return
-        # Commits wait here also when their callers have gone, so that their bytes are bounded.
+        # Commits whose callers have gone count as well, so that their bytes are bounded.
         if self._put_bytes - self._written_bytes > BACKLOG_LIMIT_BYTES:
             self._give_up_hung(f"{BACKLOG_LIMIT_BYTES} bytes of commits wait for it")
             return
         first, last = commits[0][1], commits[-1][1]
-        # The snapshot of the new base has these commits already; the log repeats them, which does no harm.
+        # The new base's snapshot has these commits already. The log repeats them, which does no harm.
         if self._is_cut_off:
             self._rotate(first)
         # Each log says which commit it follows: a hole between two logs is found.
         begin = b"" if self._is_marked else pack_mark(self._seed, first - 1, BEGIN)
-        # In one write: the mark of each commit is behind its changes.
+        # One write has all commits, each with its mark behind its changes.
         packed = begin + b"".join(self._packed(entries, sequence) for entries, sequence in commits)
         self._put_bytes += len(packed)
         self.last_write = self._writer.submit(partial(self._write, packed, self._hang_count))
@@ -379,9 +379,9 @@ class Catalog:
         self._grow(packed, last)
 
     def beside(self, commits: Sequence[tuple[Sequence[Entry], int]]) -> "Beside | None":
-        """As `append`, for the thread that writes the store's log; `noted` follows where it has done so.
+        """As `append`, for the thread that writes the store's log. `noted` follows when that is done.
 
-        None, and nothing is done, where the catalog is on another device, or more than a write is due.
+        None, and nothing is done, where the catalog is on another device, or an earlier write is due.
         """
         is_usual = self._is_marked and not (self._is_cut_off or self._is_failed or self._is_hung)
         if not (self._is_beside and is_usual):
@@ -389,17 +389,17 @@ class Catalog:
         packed = b"".join(self._packed(entries, sequence) for entries, sequence in commits if entries)
         write = partial(self._put_down, packed, self._hang_count)
         before = self.last_write
-        # In order: the first commits of a run, and of a log, are the writing thread's.
+        # The order holds: the first commits of a run, and of a log, are the writing thread's.
         is_next = before is None or before.done()
         return Beside(packed, write if is_next else partial(_write_behind, before, write))
 
     def noted(self, written: "Beside", last: int) -> None:
-        """The store's thread has written these, up to that commit."""
+        """Note that the store's thread has written these commits, up to `last`."""
         self._grow(written.packed, last)
 
     def _grow(self, packed: bytes, last: int) -> None:
         self._log_bytes += len(packed)
-        # A log as long as its base costs at a start what the base costs.
+        # A log as long as its base costs a start as much as the base.
         if self._log_bytes > max(LOG_LIMIT_BYTES, self._base_bytes) and not self._is_base_due:
             self._rotate(last)
 
@@ -410,31 +410,31 @@ class Catalog:
     async def wait(self, write: "Future[None] | None") -> None:
         """Return when this write, and all before it, have come back.
 
-        One that hangs is given up, and all behind it.
+        A hanging write is given up, with all behind it.
         """
         if write is None or write.done():
             return
         if self._waited is None or self._waited[0] is not write:
-            # Once for all commits that share the write.
+            # All commits that share the write wait for one future.
             self._waited = write, asyncio.wrap_future(write)
             # A given-up write is no caller's error: it was logged, and commits go on.
             self._waited[1].add_done_callback(lambda done: done.exception())
         await asyncio.wait([self._waited[1]], timeout=self._hang_after_s)
-        # Commits must not wait for a second copy. It goes on without them, and is made anew when the device
-        # is back.
+        # Commits must not wait for a second copy. They go on without the catalog, which is made anew when the
+        # device is back.
         if not write.done():
             self._give_up_hung(f"a write has not come back for {self._hang_after_s:g} s")
 
     def close(self, sequence: int) -> None:
-        """Wait for the threads, which make haste now, mark the end, sync.
+        """Have the threads finish without pauses, mark the end, sync.
 
-        A device that hangs is not waited for.
+        A hanging device is not waited for.
         """
         self._closing.set()
-        # In the order writer, base, syncer: each may ask the next one for something.
-        # The mark says that the base is there.
+        # The order is writer, base, syncer: each may ask the next one for something. The end mark says that
+        # the base is there.
         for threads in (self._writer, self._base_writer, self._syncer):
-            # A late caller is given up, and the rest is not waited for.
+            # A late thread is given up, with the rest of its work.
             self._finish(threads, threads.submit(_nothing))
         if not self._is_hung:
             self._finish(self._writer, self._writer.submit(partial(self._end, sequence)))
@@ -455,7 +455,7 @@ class Catalog:
             threads.give_up(self._overdue)
 
     def _give_up_hung(self, problem: str) -> None:
-        """Go on without the catalog, until the device has returned what it owes."""
+        """Go on without the catalog, until the device has answered all that it owes."""
         if not self._is_hung:
             self._is_hung = True
             self._hang_count += 1
@@ -463,11 +463,11 @@ class Catalog:
             self._writer.give_up(self._overdue)
 
     def _end_hang(self) -> None:
-        """Begin anew with the next commit once the device has returned everything.
+        """Begin anew with the next commit, once the device has answered all that it owes.
 
-        Commits are missing before it.
+        The catalog lacks the commits in between.
         """
-        # Everything that was owed is back, so that no late write can land in the new log.
+        # Every late write is back, so that none can land in the new log.
         if self._is_hung and not self._is_failed and not self._writer.is_owed and not self._is_base_due:
             log.warning("catalog_begun_anew directory=%s", self._directory)
             self._is_hung, self._is_cut_off = False, True
@@ -480,7 +480,7 @@ class Catalog:
     def _noticed(self) -> Iterator[None]:
         try:
             yield
-        # Never raised: a commit does not fail for its second copy.
+        # The error is logged and not raised: a commit does not fail for its second copy.
         except OSError as error:
             log.error("catalog_failed directory=%s error=%s", self._directory, error.strerror)  # noqa: TRY400
             self._is_failed = True
@@ -501,7 +501,7 @@ class Catalog:
         if not self._path("base", self._number).exists() or path.stat().st_size < MARK_BYTES:
             return False
         with path.open("rb") as file:
-            # The last bytes alone: a log may have tens of megabytes.
+            # Only the last bytes are read: a log may have tens of megabytes.
             file.seek(-MARK_BYTES, os.SEEK_END)
             return file.read() == end
 
@@ -510,7 +510,7 @@ class Catalog:
         self._number += 1
         self._is_begun, self._is_marked, self._is_cut_off = True, False, False
         self._log_bytes = 0
-        # The records of now: the threads would find later ones.
+        # The snapshot is taken here: the threads would find later records.
         records = self._snapshot()
         begin = partial(self._begin_log, self._number, sequence, records, self._hang_count)
         self.last_write = self._writer.submit(begin)
@@ -524,11 +524,11 @@ class Catalog:
             return
         with self._writing, self._noticed():
             fd = open_private(self._path("log", number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            # The old log is synced once more: up to here it is what counts until the new base is whole.
+            # The old log is synced once more: it counts until the new base is whole.
             if self._fd >= 0:
                 self._syncer.submit(partial(_sync, self._fd))
             self._fd, self._is_sync_due = fd, False
-            # Not before the log is there: a base without its log has lost it.
+            # The base comes after its log: a base without its log has lost it.
             self._is_base_due = True
             self._base_writer.submit(partial(self._write_base, number, sequence, records))
 
@@ -545,10 +545,10 @@ class Catalog:
                     self._ask_for_sync()
 
     def _ask_for_sync(self) -> None:
-        # Without descriptors the next commit asks again.
+        # Without free descriptors the next commit asks again.
         with contextlib.suppress(OSError):
             if not self._is_sync_due:
-                # A duplicate: the log may be closed before the sync is due.
+                # The sync gets a duplicate, since the log may be closed before it is due.
                 fd = os.dup(self._fd)
                 self._is_sync_due = True
                 self._syncer.submit(partial(self._sync_soon, fd))
@@ -564,10 +564,9 @@ class Catalog:
     # -- in the threads beside it ------------------------------------------------------------------
 
     def _sync_soon(self, fd: int) -> None:
-        # The last commit of all is followed by no other that could ask for a sync.
-        # Commits within this second share the sync.
+        # At the end no commit follows that could ask for a sync. Commits within this second share the sync.
         self._closing.wait(SYNC_INTERVAL_S)
-        # Before the sync: a write that comes during it asks for the next one.
+        # The flag falls before the sync: a write during the sync asks for the next one.
         self._is_sync_due = False
         _sync(fd)
 
@@ -576,24 +575,24 @@ class Catalog:
         partial_path = path.with_suffix(".partial")
         try:
             with os.fdopen(open_private(partial_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-                # A batch and then a pause: the thread holds Python's lock while it packs.
+                # A pause follows each batch: the thread holds Python's lock while it packs.
                 for batch in _unhurried(records, self._closing):
                     file.write(b"".join(pack(self._seed, sequence, key, value) for key, value in batch))
                     self._piece_count += 1
                 file.write(pack_mark(self._seed, sequence, END))
                 file.flush()
                 os.fsync(file.fileno())
-            # It gets its name whole and synced: the newest base that is there can be trusted.
+            # The file gets its name whole and synced: the newest base can be trusted.
             partial_path.rename(path)
             _sync(os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             self._base_bytes = path.stat().st_size
-            # Only now: until the new base is there the old one and its logs are the only whole copy.
+            # Only now the old files go: until here the old base and its logs were the only whole copy.
             for old in self._directory.iterdir():
-                # By number: whatever is older than the base that has just got its name.
+                # Files with a lower number are older than the new base.
                 if old.stem.isdigit() and int(old.stem) < number:
                     old.unlink()
         except (OSError, CorruptMetadata) as error:
-            # The base before it and the logs since are still there.
+            # The earlier base and its logs are still there.
             log.error("catalog_failed directory=%s error=%s", self._directory, error)  # noqa: TRY400
         finally:
             self._is_base_due = False
@@ -602,7 +601,7 @@ class Catalog:
 def _unhurried(
     records: Iterator[tuple[bytes, bytes]], hurry: threading.Event
 ) -> Iterator[list[tuple[bytes, bytes]]]:
-    """Batches of records, taking a quarter of the time: it is Python's lock that the thread would hold."""
+    """Batches of records, in a quarter of the time: packing holds Python's lock."""
     began_s = time.monotonic()
     while batch := list(islice(records, _ENTRIES_PER_WRITE)):
         yield batch
@@ -613,7 +612,7 @@ def _unhurried(
 def _write_all(fd: int, data: bytes) -> None:
     """Write all of it, or raise.
 
-    The kernel may take less than it is given, and what follows would be torn.
+    The kernel may take fewer bytes than it is given, and later entries would be torn.
     """
     view = memoryview(data)
     while view:
@@ -621,7 +620,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _write_behind(before: "Future[None] | None", write: Callable[[], None]) -> None:
-    """In the thread of the store's log, behind what the writing thread has yet to do."""
+    """Write in the thread of the store's log, after the writing thread's pending work."""
     if before is not None:
         wait([before])
     write()
@@ -632,16 +631,16 @@ def _device(path: str | Path) -> int:
 
 
 def _nothing() -> None:
-    """The last work of a thread: what was asked for before it is done."""
+    """The last work of a thread: earlier work is done before it."""
 
 
 def _is_begun(directory: Path) -> bool:
-    """Whether anything was ever written."""
+    """Whether the catalog was ever written."""
     return any(path.stat().st_size for kind in ("base", "log") for path in directory.glob(f"*.{kind}"))
 
 
 def _sync(fd: int) -> None:
-    """Make a file durable, as far as its device does, and give it up."""
+    """Make a file durable, as far as its device does, and close it."""
     with contextlib.suppress(OSError):
         os.fdatasync(fd)
     os.close(fd)

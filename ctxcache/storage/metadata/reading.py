@@ -59,15 +59,15 @@ OPTIONS = Path(__file__).parent / "options"
 """The options that the binding has no setters for."""
 _FIRST_MANIFEST = "MANIFEST-000001"
 _OWN_FILES = ("LOCK", "LOG", "rocksdict-config.json")
-"""Beginnings of the names of files that no record is in, and that whoever opens a database writes."""
+"""Beginnings of names of files without records, which every opening of a database writes."""
 Record = TypeVar("Record")
 
 
 def has_database(path: Path) -> bool:
-    """Whether anything of a database is in the directory. Raises OSError.
+    """Whether the directory has any part of a database. Raises OSError.
 
-    RocksDB makes a first manifest, and then the file that names it: a creation that was cut off between the
-    two left nothing.
+    RocksDB makes a first manifest, and then the file that names it. A creation that was cut off between the
+    two left no record.
     """
     if not path.is_dir():
         return False
@@ -81,7 +81,7 @@ def has_database(path: Path) -> bool:
 
 
 def options(*, is_new: bool = False) -> Options:
-    """The options of the database; without `is_new` none is made where there is none."""
+    """The options of the database. Without `is_new` no database is made where there is none."""
     database, _ = Options.load_latest(str(OPTIONS))
     database.create_if_missing(create_if_missing=is_new)
     # The default mode drops everything after a damaged record and says nothing; this one refuses
@@ -102,18 +102,18 @@ def options(*, is_new: bool = False) -> Options:
 
 def release(database: Rdict) -> None:
     """Close a database, whatever the device says."""
-    # Closing also turns the log into a table. Where that fails the log still holds everything, and
-    # dropping the last reference gives up the lock.
+    # Closing also turns the log into a table. Where that fails the log still holds everything, and dropping
+    # the last reference gives up the lock.
     with contextlib.suppress(Exception):  # rocksdict raises nothing narrower
         database.close()
 
 
 def refuse(path: str, error: Exception) -> NoReturn:
-    """Raise what RocksDB's refusal to open a database means: damage, or anything else."""
+    """Raise the error for RocksDB's refusal to open a database: damage, or another failure."""
     problem = str(error).replace(_place(path), path)
     # The path that RocksDB names may have any word in it.
     said = problem.replace(path, "")
-    # A file that is gone is damage; a directory that cannot be entered is not.
+    # A missing file is damage. A directory that cannot be entered is not.
     if "Corruption" in said or "No such file" in said:
         raise CorruptMetadata(where=path, problem=problem) from error
     if "LOCK" in said:
@@ -139,12 +139,12 @@ class Untouched:
             raise
 
     def close(self) -> None:
-        """Give it up."""
+        """Close the database and remove the links."""
         release(self.database)
         self._unlink()
 
     def _link(self, path: Path) -> None:
-        # Links of an earlier read-only opening whose process was killed.
+        # Links may remain of a read-only opening whose process was killed.
         self._unlink()
         self._links.mkdir(mode=DIRECTORY_MODE)
         for entry in path.iterdir():
@@ -201,7 +201,7 @@ class RocksDbRecords:
         return self._untouched is not None
 
     def close(self) -> None:
-        """Give up what is open for reading."""
+        """Close what is open for reading."""
         self._let_go()
         if self._catalog:
             self._catalog.close(self._last.sequence)
@@ -247,12 +247,12 @@ class RocksDbRecords:
         return records.encode_segment(record)
 
     def _sealed_sessions(self) -> Iterator[tuple[list[bytes], list[bytes]]]:
-        """The sessions' keys and values; what a caller does not verify of them raises nothing."""
+        """The sessions' keys and values. Values that the caller does not verify raise nothing."""
         seals = Seals()
         for keys, values in self._batches(records.SESSION_PREFIX):
             yield keys, values
-            # The seals are collected while records are read anyway, and compared at the end with what the
-            # last commit noted.
+            # The seals are collected while records are read anyway. At the end they are compared with those
+            # of the last commit.
             seals.extend(keys, values)
         if self._seals is None:
             self._check_sessions(seals)
@@ -262,11 +262,11 @@ class RocksDbRecords:
         return self._scan(records.SLOT_PREFIX, records.decode_slot)
 
     def raw(self) -> Iterator[tuple[bytes, bytes]]:
-        """Every record but the commit's as it is kept, as of this call.
+        """Every record but the commit's, as it is kept, at the moment of this call.
 
         Raises CorruptMetadata while it is iterated over.
         """
-        # A cursor is a snapshot: commits that come while it is read are not in it.
+        # A cursor is a snapshot: it has no later commits.
         cursor = self._db.iter()
         cursor.seek(b"")
 
@@ -280,19 +280,19 @@ class RocksDbRecords:
         return items()
 
     def _read_last(self) -> tuple[bool, Commit]:
-        """Whether the last commit was noted, and what. Raises CorruptMetadata when it is not the last one."""
+        """Whether the last commit was noted, and it. Raises CorruptMetadata when it is not the last one."""
         try:
             value = self._db.get(records.COMMIT_KEY) if self.is_there else None
         except Exception as error:  # rocksdict raises nothing narrower
             raise CorruptMetadata(where=self._path, problem=str(error)) from error
-        # The witness is outside the database: what was put back from an older copy cannot know.
+        # The witness is outside the database: a database put back from an older copy cannot know it.
         last = records.decode_commit(value) if value else Commit(0, 0, 0)
         witnessed = self._witness.sequence if self._witness else 0
-        # Metadata that was put back from an earlier copy, or a device that lost what it had synced.
+        # The metadata was put back from an earlier copy, or a device lost synced bytes.
         if last.sequence < witnessed:
             problem = f"commits {last.sequence + 1} to {witnessed} were on disk and are gone"
             raise CorruptMetadata(where=self._path, problem=problem)
-        # No commit at all, and a catalog with some: deleted metadata, not a new store.
+        # A catalog with commits beside a database without any: the metadata was deleted.
         if value is None and self._catalog:
             self._catalog.check_new(lambda key: self.is_there and self._db.get(key) is not None)
         return value is not None, last
@@ -300,7 +300,7 @@ class RocksDbRecords:
     def _check_sessions(self, seals: "Seals") -> None:
         count, digest = seals.read_count, seals.read_digest
         if not self._is_counted:
-            # New, or written by a version that did not count.
+            # The database is new, or of a version that did not count.
             self._last = self._written = Commit(self._last.sequence, count, digest)
         elif self._last[1:] != (count, digest):
             problem = f"{count} sessions are there, {self._last.session_count} were recorded"
@@ -335,7 +335,7 @@ class RocksDbRecords:
         self._check_cursor(cursor)
 
     def _check_cursor(self, cursor: RdictIter) -> None:
-        # Not optional: a damaged table ends the iteration early, and only the status tells.
+        # The check is needed: a damaged table ends the iteration early, and only the status tells.
         try:
             cursor.status()
         except Exception as error:  # rocksdict raises nothing narrower

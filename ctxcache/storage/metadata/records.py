@@ -74,7 +74,7 @@ UID_BYTES = 16
 #      version        counts ─────────────────────► lengths             over all before it, seeded by the key
 _CHECKSUM = struct.Struct("<Q")
 _SEGMENT = struct.Struct("<16sqqq32sIqqQIH")
-# A key is unpacked as one field: iteration over many is one call into C.
+# A key is one field: iteration over many keys is one call into C.
 _PREFIX_KEY = struct.Struct("<32s")
 _SESSION = struct.Struct("<qqqqqqBHHHIIIHI")
 _STREAM = struct.Struct("<ii")
@@ -84,8 +84,8 @@ _COMMIT = struct.Struct("<QQQ")
 _SLOT = struct.Struct("<Q")
 _SLOT_KEY = struct.Struct(">IQ")
 _COPY = struct.Struct("<IQ")
-"""A length that no key has, so that what follows them tells whether there is one."""
-# The same fixed parts as `_SESSION` and `_SEGMENT`, for many at once.
+"""A length that no key has. The length of the rest behind the keys so tells whether there is a copy."""
+# These are the fixed parts of `_SESSION` and `_SEGMENT`, for many at once.
 _SESSION_LENGTHS = ("tenant", "id", "model", "streams", "segments", "ranges", "salt", "contents")
 _SESSION_HEAD = np.dtype(
     [
@@ -104,7 +104,7 @@ _SEGMENT_HEAD = np.dtype(
 )  # fmt: skip
 _NOTHING_LIVE = bytes(16)
 LAYOUTS_KEPT = 256
-"""Layouts of sessions that are not read anew each time: a model has one or two."""
+"""Layouts of sessions that are kept decoded: a model has one or two."""
 _IS_PINNED = 1
 _HAS_TTL = 2
 _IS_BLOCK = 4
@@ -114,22 +114,22 @@ Record = TypeVar("Record")
 
 
 def model_key(tenant: str, model_id: str) -> bytes:
-    """Where a model's record is kept."""
+    """The key of a model's record."""
     raw = tenant.encode()
-    # A length before the tenant: "a" + "bc" and "ab" + "c" are two models.
+    # The tenant's length comes first: "a" + "bc" and "ab" + "c" are two models.
     return MODEL_PREFIX + len(raw).to_bytes(2, "big") + raw + model_id.encode()
 
 
 def session_key(uid: bytes) -> bytes:
-    """Where a session's record is kept. `uid` is 16 bytes."""
+    """The key of a session's record. `uid` is 16 bytes."""
     if len(uid) != UID_BYTES:
         raise ValueError(f"a session uid is {UID_BYTES} bytes, not {len(uid)}")
     return SESSION_PREFIX + uid
 
 
 def segment_key(segment_id: int) -> bytes:
-    """Where a segment's record is kept; keys sort as ids do."""
-    # Big endian: a database sorts bytes, and ids are read in ascending order.
+    """The key of a segment's record. Keys sort as ids do."""
+    # A database sorts bytes, and ids are read in ascending order.
     return SEGMENT_PREFIX + segment_id.to_bytes(8, "big")
 
 
@@ -168,7 +168,7 @@ def encode_session(record: SessionRecord) -> bytes:
     """Pack the value kept under `session_key`. Raises struct.error for a number out of its range."""
     names = [name.encode() for name in (record.tenant, record.session_id, record.model_id)]
     block = record.block
-    # A record of one copy and no block is the usual one, and takes no byte for either.
+    # Most records have one copy and no block, and take no byte for either.
     flags = _IS_PINNED * record.is_pinned | _HAS_TTL * (record.ttl_ns is not None) | _IS_BLOCK * bool(block)
     flags |= _HAS_COPIES * (record.copies > 1)
     fixed = _SESSION.pack(
@@ -179,7 +179,7 @@ def encode_session(record: SessionRecord) -> bytes:
         record.expire_time_ns,
         record.ttl_ns or 0,
         flags,
-        # Lengths in the order of the parts that follow.
+        # The lengths are in the order of the parts that follow.
         *map(len, names),
         len(record.layout),
         len(record.segment_ids),
@@ -191,7 +191,7 @@ def encode_session(record: SessionRecord) -> bytes:
     segment_ids = struct.pack(f"<{len(record.segment_ids)}Q", *record.segment_ids)
     live = struct.pack(f"<{2 * len(record.live)}q", *chain.from_iterable(record.live))
     contents = [_CONTENT.pack(*content) for content in record.contents] if record.contents else []
-    # Behind everything else: the record of a session has nothing there.
+    # A block's part comes last: the record of a session has none.
     besides = b"" if block is None else _packed_block(block)
     parts = [fixed, *names, *streams, segment_ids, live, record.salt, *contents, besides]
     return _seal(session_key(record.uid), b"".join(parts))
@@ -211,7 +211,7 @@ def decode_session(key: bytes, value: bytes) -> SessionRecord:
 def keep_sessions(keys: list[bytes], values: list[bytes], kinds: dict[object, Kind]) -> KeptSessions:
     """Look at sessions' values, which are kept as they are. Raises CorruptMetadata.
 
-    `kinds`: those that were found so far, by what they are told by.
+    `kinds`: the kinds so far, by the bytes that tell them.
     """
     verify(keys, values)
     heads = _heads(keys, values, _SESSION_HEAD)
@@ -325,7 +325,7 @@ def _heads(keys: list[bytes], values: list[bytes], fields_of: "np.dtype[np.void]
 
 def verify(keys: list[bytes], values: list[bytes]) -> None:
     """Raise CorruptMetadata unless each value is what was sealed under its key, in this version."""
-    # As `_open` does it, for many at once.
+    # This does for many values what `_open` does for one.
     end, digest = -_CHECKSUM.size, xxh3_64_intdigest
     digests = [digest(value[:end], digest(key)) for key, value in zip(keys, values, strict=True)]
     seals = seals_of(values)
@@ -348,9 +348,9 @@ def seals_of(values: list[bytes]) -> "array[int]":
 
 
 class Seals(dict[bytes, int]):
-    """The checksum of each session's record by uid, 0 for one that has none.
+    """The checksum of each session's record by uid, 0 for a session without one.
 
-    Its items are those of records that were written since. Those that were read, in the order of their keys,
+    Its items are the records that were written since. The records that were read, in the order of their keys,
     take 24 bytes each.
     """
 
@@ -365,23 +365,23 @@ class Seals(dict[bytes, int]):
 
     @property
     def read_count(self) -> int:
-        """How many were read."""
+        """How many records were read."""
         return len(self._read)
 
     @property
     def read_digest(self) -> int:
-        """XOR of those that were read."""
+        """XOR of the checksums of the records that were read."""
         return reduce(xor, self._read, 0)
 
     def extend(self, keys: list[bytes], values: list[bytes]) -> None:
-        """Sessions' records were read, whose keys ascend and come behind all before them."""
+        """Add records that were read. Their keys ascend, and come behind all before them."""
         self._uids += b"".join([key[len(SESSION_PREFIX) :] for key in keys])
         self._read.extend(seals_of(values))
 
     def forget(self, uid: bytes) -> None:
-        """The session has no record any more."""
+        """Forget a session whose record is gone."""
         self.pop(uid, None)
-        # One that was read has an entry of its own, which goes for more than what was read.
+        # A record that was read gets an entry of its own, which hides it.
         if self[uid]:
             self[uid] = 0
 
@@ -392,15 +392,15 @@ class Seals(dict[bytes, int]):
 def encode_model(record: ModelRecord) -> bytes:
     """Pack the value kept under `model_key`."""
     spec = record.spec
-    # By name, whatever the fields are: one that was left out would come back as its default.
+    # Fields go by name: a field that was left out would come back as its default.
     body = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "model_id"}
     body["streams"] = []
     body["create_time_ns"] = record.create_time_ns
     if record.probe is not None:
         body["probe"] = base64.b64encode(record.probe.encode()).decode()
-    # Put in as text: the streams of a large model are encoded a part at a time, before the commit.
+    # The text is inserted: the streams of a large model are encoded a part at a time, before the commit.
     streams = record.streams_text or ",".join(streams_texts(spec))
-    # Quotes within a string are escaped: these are the field's.
+    # Quotes within strings are escaped, so that this matches the field alone.
     text = as_json(body).replace('"streams":[]', f'"streams":[{streams}]')
     return _seal(model_key(record.tenant, spec.model_id), text.encode())
 
@@ -411,7 +411,7 @@ def decode_model(key: bytes, value: bytes) -> ModelRecord:
 
 
 class Commit(NamedTuple):
-    """The last commit: its number, and what tells whether every session's record is there and none is old."""
+    """The last commit: its number, and a count and a digest of the sessions' records."""
 
     sequence: int
     session_count: int
@@ -429,7 +429,7 @@ def decode_commit(value: bytes) -> Commit:
 
 
 def slot_key(slot: Slot) -> bytes:
-    """Where a slot that is kept from use is noted."""
+    """The key of a slot that is kept from use."""
     return SLOT_PREFIX + _SLOT_KEY.pack(slot.path_index, slot.offset_bytes)
 
 
@@ -451,7 +451,6 @@ def seal_of(value: bytes) -> int:
 def entries(changes: Changes) -> list[tuple[bytes, bytes | None]]:
     """The entries that changes put, by key, None for a deleted one; deletions last, so that they win."""
     puts: list[tuple[bytes, bytes | None]] = []
-    # Deletions last. Within one commit a record may be put and deleted, and then it is gone.
     puts += [(model_key(m.tenant, m.spec.model_id), encode_model(m)) for m in changes.models]
     puts += [(segment_key(s.segment_id), encode_segment(s)) for s in changes.segments]
     puts += [(session_key(s.uid), encode_session(s)) for s in changes.sessions]
@@ -465,7 +464,7 @@ def entries(changes: Changes) -> list[tuple[bytes, bytes | None]]:
 
 def _seal(key: bytes, body: bytes) -> bytes:
     sealed = bytes((RECORD_VERSION,)) + body
-    # Bound to the key: a value under another key is as wrong as one with a flipped bit.
+    # The checksum is bound to the key: a value under another key is as wrong as one with a flipped bit.
     return sealed + _CHECKSUM.pack(_checksum(key, sealed))
 
 
@@ -484,7 +483,7 @@ def _decode(key: bytes, value: bytes, read: Callable[[bytes, bytes], Record]) ->
 def _open(key: bytes, value: bytes) -> bytes:
     sealed = value[: -_CHECKSUM.size]
     if not sealed:
-        # The checksum first, then the version: a damaged byte must not be told as a later version.
+        # The checksum is verified before the version: a damaged byte must not be told as a later version.
         raise _corrupt(key, f"{len(value)} bytes are too few for a record")
     if _CHECKSUM.pack(_checksum(key, sealed)) != value[-_CHECKSUM.size :]:
         raise _corrupt(key, "checksum does not match")
@@ -513,7 +512,7 @@ def _read_segment(key: bytes, body: bytes) -> SegmentRecord:
     ) = _SEGMENT.unpack_from(body)
     tenant_end = _SEGMENT.size + tenant_bytes
     tenant = _exactly(body, _SEGMENT.size, tenant_end).decode()
-    # The rest behind whole keys is the copy, or nothing.
+    # The rest behind whole keys is the copy, or empty.
     end = len(body) - (len(body) - tenant_end) % _PREFIX_KEY.size
     keys = tuple([key for (key,) in _PREFIX_KEY.iter_unpack(body[tenant_end:end])])
     identity = SegmentIdentity(tenant, uid, generation, begin, token_count, fingerprint)
@@ -599,7 +598,7 @@ def _read_layout(packed: bytes) -> tuple[Stream, ...]:
 
 
 def _split(data: bytes, sizes: tuple[int, ...]) -> Iterator[bytes]:
-    # Not a byte more or less: a record that parses and leaves bytes behind is not understood.
+    # The sizes make up all bytes: a record that leaves bytes behind is not understood.
     if sum(sizes) != len(data):
         raise ValueError(f"{len(data)} bytes where {sum(sizes)} are announced")
     begin = 0

@@ -7,10 +7,10 @@ Knows records (`records.py` documents keys and values) and nothing of what they 
 the device refuses a write or a sync; the store is then fenced, every later commit raises
 TierFailure, and only a restart, which reads what is really there, lifts that.
 
-A write that found no descriptor, room, inode or memory is a rest: commits raise TierFailure as well, and what
-they would have changed is owed. When the cause is gone the database is opened again, compared with what was
-acknowledged, and given what is owed in one commit. A device that does not answer is a rest too, which ends
-when it has answered.
+A write that lacked descriptors, room, inodes or memory makes the store rest: commits raise TierFailure as
+well, and their changes are owed. When the cause is gone the database is opened again, compared with the
+acknowledged commits, and given the owed changes in one commit. A device that does not answer makes the store
+rest too, until it has answered.
 
 The database's own calls keep the interpreter, all but the two that write and sync its log. So a commit goes
 to memory on the event loop, and its log is written in a thread. The database's lock is held meanwhile: the
@@ -75,7 +75,7 @@ ROOM_BYTES = 2 * MEMTABLE_BYTES
 """Free bytes of the filesystem below which nothing that grows is taken: what turning the log into tables
 may need at a time. RocksDB that runs into a full disk cannot be trusted to go on; short of that, it can."""
 ROOM_INODES = 32
-"""Free inodes below which the same holds, where the filesystem counts them."""
+"""With fewer free inodes no growth is taken, where the filesystem counts them."""
 OPENING_BYTES = 1 << 20
 """What an opening for writing takes, besides tables as large as the log that they are made of."""
 OPENING_INODES = 16
@@ -86,7 +86,7 @@ REMOTE_FILESYSTEMS = ("fuse", "nfs", "cifs", "smb", "ceph", "9p", "gluster", "lu
 SPACE_PATIENCE_S = 0.05
 """How long the loop waits for the answer of such a filesystem, once per question."""
 REOPEN_PAUSE_S = 1.0
-"""Between two looks at whether what lacked is there again."""
+"""Time between two looks at whether the cause of a rest is gone."""
 # RocksDB has no error numbers to offer, so that its sentences are compared with the system's words.
 _LACKING = tuple(
     os.strerror(number)
@@ -104,12 +104,12 @@ PROPERTIES = {
 }
 """The published figures of RocksDB, and RocksDB's own names for them."""
 END_PATIENCE_S = 5.0
-"""How long the end waits for a device that does not answer; no longer than a commit does."""
+"""How long the end waits for a device that does not answer, at most as long as a commit does."""
 Found = TypeVar("Found")
 log = logging.getLogger(__name__)
 
 
-# A round is the only thing between memory and log: while one is under way, commits wait in `_waiting`.
+# A round is the only step between memory and log: while one is under way, commits wait in `_waiting`.
 #
 #     commit a, b ──► round 1: in memory, log being written and synced
 #     commit c, d ──► _waiting ──► round 2 when round 1 is where it must be
@@ -121,12 +121,12 @@ class _Round:
     """Commits that are in memory and on their way into the log together, and what their callers wait for."""
 
     done: "asyncio.Future[Future[None] | None]"
-    """Its result is the catalog's write of them."""
+    """The future's result is the catalog's write of the commits."""
     is_durable: bool
     commits: list[tuple[Sequence[Entry], Commit]] = field(default_factory=list)
     work: "Future[None] | None" = None
     noted: Beside | None = None
-    """The catalog's part, where the thread that writes the log does that too."""
+    """The catalog's part, where the thread of the log writes that too."""
 
 
 class RocksDbMetadata(RocksDbRecords):
@@ -152,7 +152,7 @@ class RocksDbMetadata(RocksDbRecords):
         self._patience_s = hang_after_s + (WITNESS_PATIENCE_S if witness else 0)
         # One thread writes the log and syncs it: a thread between the two would cost more than the write.
         self._writer = Threads(1, "metadata-log", self._clock)
-        # Work of seconds has a thread of its own, or commits would wait behind a scan.
+        # Work of seconds has a thread of its own: commits must not wait behind a scan.
         self._beside = Threads(1, "metadata-beside", self._clock)
         """Opening and scanning the database, questions to the filesystem: no commit waits for this thread."""
         self._space_asked: Future[None] | None = None
@@ -170,7 +170,7 @@ class RocksDbMetadata(RocksDbRecords):
         self._is_resting = False
         """Whether the failure is one that passes."""
         self._next_look_s = 0.0
-        # By key, so that many refused commits of one session cost one record.
+        # Owed records are kept by key, so that many refused commits of one session cost one record.
         self._owed: dict[bytes, bytes | None] = {}
         """By key, what commits that a rest refused would have left: the cache has gone on with that."""
         self._doubtful: list[tuple[Sequence[Entry], Commit]] = []
@@ -197,15 +197,15 @@ class RocksDbMetadata(RocksDbRecords):
             return
         if self._seals is None:
             for _ in self.sessions():
-                # Compared at the end with what the last commit noted.
+                # The commit's own record is compared at the end with what the last commit noted.
                 continue
-        # Half way RocksDB would leave files behind, one more at each try.
+        # RocksDB would stop half way and leave files behind, one more at each try.
         check_room_to_open(Path(self._path))
         self._let_go()
         self._open_for_writing()
 
     def _open_for_writing(self, *, is_new: bool = False) -> None:
-        # Before RocksDB tidies up: what these refuse is as it was.
+        # The checks come before RocksDB tidies up: a refused database is as it was.
         _check_lock(Path(self._path))
         if self._witness:
             self._witness.begin()
@@ -225,7 +225,7 @@ class RocksDbMetadata(RocksDbRecords):
             raise
         self._is_begun = True
         if not self._is_counted and self._witness:
-            # Witnessed at once: from now on it cannot be gone unnoticed.
+            # The store is witnessed at once: from now on it cannot be gone unnoticed.
             self._write_now([])
             self._sync_now()
 
@@ -236,12 +236,12 @@ class RocksDbMetadata(RocksDbRecords):
 
     @property
     def is_fenced(self) -> bool:
-        """Whether no changes are taken: a write or a sync has failed."""
+        """Whether the store takes no changes, since a write or a sync has failed."""
         return self._failure is not None
 
     @property
     def problem(self) -> str:
-        """Why no changes are taken; empty while they are."""
+        """Why the store takes no changes; empty while it does."""
         if self._failure is None:
             return ""
         if self._is_resting:
@@ -259,14 +259,14 @@ class RocksDbMetadata(RocksDbRecords):
         except Exception:  # rocksdict raises nothing narrower
             if not self._is_resting:
                 raise
-            # It is closed, until it can be opened again.
+            # The database is closed, until it can be opened again.
             return dict.fromkeys(PROPERTIES, 0)
 
     def check(self, *, is_growing: bool = True) -> None:
         """See MetadataStore. One statvfs."""
         self._check()
         if is_growing:
-            # Only what grows needs room: deletions must go on when the disk is full, for they make room.
+            # Only growth needs room: deletions must go on when the disk is full, for they make room.
             _check_room(self._path, self._space_now(), ROOM_BYTES, ROOM_INODES)
 
     def _space_now(self) -> os.statvfs_result:
@@ -291,7 +291,7 @@ class RocksDbMetadata(RocksDbRecords):
         # Every session is counted from nothing.
         self._seals, self._written = Seals(), Commit(sequence, 0, 0)
         remaining = iter(entries)
-        # The number counts also where there are no records.
+        # The commit number counts also where there are no records.
         self._write_now([])
         while batch := list(islice(remaining, ENTRIES_PER_BATCH)):
             self._write_now(batch)
@@ -304,7 +304,7 @@ class RocksDbMetadata(RocksDbRecords):
         """
         entries = records.entries(changes)
         if self._is_resting:
-            # The cache goes on from what it wanted recorded: the end of the rest writes this first.
+            # The cache goes on from these changes: the end of the rest writes them first.
             self._owed.update(entries)
         self._check()
         if not self._is_begun:
@@ -313,7 +313,7 @@ class RocksDbMetadata(RocksDbRecords):
 
     async def _settle(self, done: "asyncio.Future[Future[None] | None]") -> None:
         """Wait until changes are where they must be, and the catalog has them."""
-        # Shielded: one caller's cancellation must not cancel what others wait for.
+        # The wait is shielded: one caller's cancellation must not cancel what others wait for.
         noted = await asyncio.shield(done)
         if self._catalog and noted:
             await self._catalog.wait(noted)
@@ -321,7 +321,7 @@ class RocksDbMetadata(RocksDbRecords):
     # -- into the log ------------------------------------------------------------------------------
 
     def _put(self, entries: Sequence[Entry], *, is_durable: bool) -> "asyncio.Future[Future[None] | None]":
-        """Have changes written in the order of the calls; done when they, and all before them, are there.
+        """Have changes written in the order of the calls. Done when they, and all before them, are there.
 
         The result is the catalog's write of them.
         """
@@ -331,33 +331,34 @@ class RocksDbMetadata(RocksDbRecords):
             # A failure that no caller waits for any more is not an error of the loop.
             self._waiting_done.add_done_callback(lambda done: done.exception())
         done = self._waiting_done
-        # Without changes of its own a commit waits for those before it, and for their sync.
+        # A commit without changes waits for those before it, and for their sync.
         if entries:
             self._waiting.append(entries)
         self._is_waiting_durable |= is_durable
-        # A round under way: this commit waits for the next one.
+        # While a round is under way, this commit waits for the next one.
         if self._round is None:
             self._begin_round()
         return done
 
     @property
     def _logging(self) -> "asyncio.Future[Future[None] | None] | None":
-        """Done when every change so far is in the log; None where that is so already."""
+        """Done when every change so far is in the log; None where all are there already."""
         return self._waiting_done or (self._round.done if self._round else None)
 
     def _begin_round(self) -> None:
-        """Put what waits into memory, and have a thread write the log."""
+        """Put the waiting commits into memory, and have a thread write the log."""
         assert self._waiting_done is not None  # noqa: S101  # somebody waits
         self._round = begun = _Round(self._waiting_done, self._is_waiting_durable)
         waiting, self._waiting, self._waiting_done = self._waiting, [], None
         self._is_waiting_durable = False
         try:
             for entries in waiting:
-                # Counted and appended before the write: what failed half way is doubtful, not forgotten.
+                # The commit is counted before the write: after a failure half way it is doubtful, not
+                # forgotten.
                 begun.commits.append((entries, self._counted(entries)))
                 self._write(*begun.commits[-1])
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
-            # Those that were not begun are refused with it.
+            # The commits that were not begun are refused as well.
             self._waiting = waiting[len(begun.commits) :] + self._waiting
             self._refuse(error)
             return
@@ -371,12 +372,12 @@ class RocksDbMetadata(RocksDbRecords):
         self._start_watch(loop)
 
     def _carry_out(self, begun: _Round) -> None:
-        # The writing thread: it alone writes the log and owns the witness, and syncs follow one another.
+        # Only the writing thread writes the log and owns the witness, and syncs follow one another.
         self._write_log()
         if begun.is_durable:
             self._sync()
-        # Last: the catalog must never have a commit that the log lacks. One behind its end mark neither: a
-        # round that was given up is nobody's any more.
+        # The catalog comes last: it must never have a commit that the log lacks, nor one behind its end mark.
+        # Nobody waits for a round that was given up.
         if begun.noted and self._round is begun:
             begun.noted.write()
 
@@ -385,16 +386,15 @@ class RocksDbMetadata(RocksDbRecords):
         self._db.flush_wal(sync=False)
 
     def _end_round(self, ended: _Round) -> None:
-        """The log is written: tell the callers, and begin the next round where commits wait."""
-        # Given up as overdue: its callers have their answer, and its changes are owed.
+        """Tell the callers that the log is written, and begin the next round where commits wait."""
+        # The round was given up as overdue: its callers have their answer, and its changes are owed.
         if self._round is not ended or ended.work is None:
-            # It was given up, and this is its late answer.
             return
         if error := ended.work.exception():
             self._refuse(error)
             return
         self._round = None
-        # In order, and only now: the catalog must never have a commit that the log lacks.
+        # The catalog gets the commits in order, and only now: it must never have a commit that the log lacks.
         if ended.commits:
             self._last = ended.commits[-1][1]
             if self._catalog and ended.noted:
@@ -406,7 +406,7 @@ class RocksDbMetadata(RocksDbRecords):
             self._begin_round()
 
     def _refuse(self, error: BaseException) -> None:
-        """Every commit that is not in the log fails, and is owed: only the opened database can tell."""
+        """Fail every commit that is not in the log. It is owed: only the opened database can tell."""
         failed, self._round = self._round, None
         waiting, self._waiting = self._waiting, []
         self._note_failure(error)
@@ -434,7 +434,7 @@ class RocksDbMetadata(RocksDbRecords):
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give up operations that are late; watch on while others are under way."""
         self._watch = None
-        # Given up already: that device owes, and no new caller is waiting for it.
+        # The device was given up already: it owes, and no new caller waits for it.
         if self._writer.is_owed or not self._writer.is_busy:
             return
         begun_ns = self._writer.oldest_ns
@@ -442,7 +442,8 @@ class RocksDbMetadata(RocksDbRecords):
         if begun_ns is None or self._clock.monotonic_ns() - begun_ns < self._patience_s * 1e9:
             self._start_watch(loop)
             return
-        # Refused before the threads are given up: whoever is answered finds the store resting.
+        # The commits are refused before the threads are given up: a caller with an answer finds the store
+        # resting.
         self._refuse(_Overdue(f"the device has not answered for {self._hang_after_s:g} s"))
         self._give_up()
 
@@ -454,9 +455,8 @@ class RocksDbMetadata(RocksDbRecords):
         """See MetadataStore."""
         if not self._is_resting or time.monotonic() < self._next_look_s:
             return False
-        # An answer that comes after the database was opened anew would be of the old one.
+        # A later answer would be that of the old database.
         if self._writer.is_owed:
-            # The device has not answered yet.
             return False
         # No commit is taken: when the thread is back, nothing else uses the database.
         back = asyncio.wrap_future(self._writer.submit(_nothing))
@@ -464,35 +464,35 @@ class RocksDbMetadata(RocksDbRecords):
         await asyncio.shield(back)
         opened = await self._in_thread(self._open_again)
         self._next_look_s = time.monotonic() + REOPEN_PAUSE_S
-        # Fenced meanwhile by a failure that does not pass.
+        # A failure that does not pass has fenced the store meanwhile.
         if opened is None or not self._is_resting:
             return False
         last, seals = opened
-        # Something acknowledged is lost, and no change may follow.
+        # An acknowledged commit is lost, and no change may follow.
         if not self._is_possible(last):
             self._is_resting = False
             self._failure = f"opened again it ends with {last}, and {self._last} was acknowledged"
             log.error("metadata_fenced path=%s problem=%s", self._path, self._failure)
             return False
         owed, self._owed = self._owed, {}
-        # These had arrived after all: only the catalog lacks them, in their order.
+        # These commits had arrived after all: only the catalog lacks them, in their order.
         arrived = [(entries, c.sequence) for entries, c in self._doubtful if c.sequence <= last.sequence]
         if self._catalog:
             self._catalog.append(arrived)
         self._last = self._written = last
         self._seals, self._doubtful = seals, []
         self._failure, self._is_resting = None, False
-        # One commit for all that was refused: its records are those of the cache at this moment. Its sync is
-        # also of what arrived before the rest and was never synced.
+        # One commit has all refused changes: its records are those of the cache at this moment. Its sync
+        # covers commits that arrived before the rest and were never synced.
         await self._settle(self._put(list(owed.items()), is_durable=True))
         self.reopened_count += 1
         log.warning("metadata_reopened path=%s commit=%d owed=%d", self._path, last.sequence, len(owed))
         return True
 
     def _open_again(self) -> "tuple[Commit, Seals] | None":
-        """The last commit that is there and each session's seal, of a database opened anew.
+        """The last commit of the database, opened anew, and each session's seal.
 
-        None where it cannot be.
+        None where it cannot be opened.
         """
         if not self._has_what_lacked():
             return None
@@ -502,7 +502,7 @@ class RocksDbMetadata(RocksDbRecords):
         try:
             self._untouched = Untouched(self._path)
             self._db = self._untouched.database
-            # Opened in a thread: it replays the log.
+            # The thread opens it, since it replays the log.
             value = self._db.get(records.COMMIT_KEY)
             last = records.decode_commit(value) if value else Commit(0, 0, 0)
             seals = Seals()
@@ -520,7 +520,7 @@ class RocksDbMetadata(RocksDbRecords):
         return last_there, seals
 
     def _is_possible(self, last: Commit) -> bool:
-        """Whether the database may end so: with the last acknowledged commit, or with a doubtful one."""
+        """Whether the database may end with this commit: the last acknowledged one, or a doubtful one."""
         return last in {self._last, *(commit for _, commit in self._doubtful)}
 
     def _has_what_lacked(self) -> bool:
@@ -547,14 +547,14 @@ class RocksDbMetadata(RocksDbRecords):
         return await self._in_thread(self._recorded_slots)
 
     async def _in_thread(self, work: Callable[[], Found]) -> Found:
-        """The result of work that takes as long as it takes, since it asks the device many things."""
+        """The result of work that may take long, since it asks the device many things."""
         results: list[Found] = []
         done = self._beside.submit(lambda: results.append(work()))
         await asyncio.shield(asyncio.wrap_future(done))
         return results[0]
 
     def close(self) -> None:
-        """Sync what is still in the page cache and give up the files, whatever the device says.
+        """Sync the page cache and close the files, whatever the device says.
 
         Raises TierFailure for a sync that fails here; a fenced store has said so before. A database that a
         device has not returned is left to the process's end.
@@ -606,7 +606,7 @@ class RocksDbMetadata(RocksDbRecords):
 
     def _write(self, entries: Sequence[Entry], last: Commit) -> None:
         """Put a commit into memory. Raises what the database raises."""
-        # One batch with the commit's number: records and number come and go together.
+        # One batch has the records and the commit's number: they come and go together.
         batch = WriteBatch(raw_mode=True)
         for key, value in entries:
             if value is None:
@@ -629,7 +629,7 @@ class RocksDbMetadata(RocksDbRecords):
             self._catalog.append([(entries, last.sequence)])
 
     def _counted(self, entries: Sequence[Entry]) -> Commit:
-        """Count the next commit: its number and what it leaves, with these changes."""
+        """Count the next commit: its number, and the sessions that it leaves."""
         assert self._seals is not None  # noqa: S101  # they were read before the database was opened
         _, count, digest = self._written
         for key, value in entries:
@@ -647,19 +647,20 @@ class RocksDbMetadata(RocksDbRecords):
         return self._written
 
     def _sync(self) -> None:
-        # The writing thread: one sync at a time. A sync that follows a failed one may report
-        # success for writes that are gone, so it is not even tried.
+        # The writing thread runs one sync at a time. A sync after a failed one may report success for lost
+        # writes, so that it is not even tried.
         self._check()
-        # Nothing is put into memory while it writes and syncs.
+        # No commit goes to memory while the log is written and synced.
         sequence = self._written.sequence
         try:
             self._db.flush_wal(sync=True)
         except Exception as error:
-            # Also where the device was given up, and nobody hears of its answer.
+            # This is noted also where the device was given up, and nobody hears of its answer.
             if not self._is_passing(error):
                 self._note_failure(error)
             raise
-        # After the sync: a number that is witnessed and not on disk would refuse the next start.
+        # The witness comes after the sync: a witnessed number that is not on disk would refuse the next
+        # start.
         if self._witness:
             self._witness.note(sequence)
 
@@ -739,16 +740,16 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None], _: obj
 
 
 def _is_passing(said: str) -> bool:
-    """Whether RocksDB's sentence, without the path, is of something that lacked.
+    """Whether RocksDB's sentence, without the path, tells of a lack that passes.
 
-    Never of a sync, which may lose bytes.
+    That is never so for a sync, which may lose bytes.
     """
-    # A failed sync never passes: what it lost is not known.
+    # A failed sync never passes: the lost bytes are not known.
     return "sync" not in said.lower() and any(lack in said for lack in _LACKING)
 
 
 def _kind_of_filesystem(path: str) -> str:
-    """The kernel's word for it, like `ext4`; empty where it does not say."""
+    """The kernel's name of the filesystem, like `ext4`; empty where it says none."""
     # The longest mount point that the path lies under.
     place, longest = os.path.realpath(path) + "/", (0, "")
     with contextlib.suppress(OSError):
@@ -765,7 +766,7 @@ def _check_lock(path: Path) -> None:
     """Raise DataDirectoryUnusable where another process has the database, before RocksDB begins a new LOG."""
     try:
         with os.fdopen(open_private(path / "LOCK", os.O_RDWR | os.O_CREAT), "wb") as file:
-            # Of the kind that RocksDB takes, and given up at once.
+            # The lock is of RocksDB's kind, and given up at once.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise DataDirectoryUnusable(path=str(path), problem="another process holds the metadata") from error
@@ -776,7 +777,7 @@ def _check_lock(path: Path) -> None:
 
 def _claim(path: str) -> None:
     try:
-        # RocksDB's own files have the modes of the umask: in here they are nobody else's.
+        # RocksDB's own files have the modes of the umask: the directory keeps others out.
         claim_directory(Path(path))
     except OSError as error:
         raise DataDirectoryUnusable(path=path, problem=error.strerror or str(error)) from error

@@ -1,12 +1,11 @@
 """The witness: how far commits were on disk, said by files that the metadata store does not write.
 
-One small file in each SSD directory. A store that ends before its witness has lost what was
-acknowledged, whatever it thinks of itself: a log file deleted, a manifest damaged, an older copy put
-back. It is written in place behind each sync and not synced itself until the end: after the death of
-the process it is exact, after a power cut it may lag by what the kernel had not written back, half a
-minute, and never runs ahead. A file on another device than the store is written by a thread of its own: a
-device that hangs delays one commit, and then only its own file lags. Worst case: it is gone or damaged
-itself, which is logged.
+One small file lies in each SSD directory. A store that ends before its witness has lost acknowledged commits,
+whatever the store thinks: a log file deleted, a manifest damaged, an older copy put back. The witness is
+written in place behind each sync, and is synced only at the end. After the death of the process it is exact.
+After a power cut it may lag by what the kernel had not written back, half a minute, and never runs ahead. A
+file on another device than the store is written by a thread of its own: a device that hangs delays one
+commit, and then only its own file lags. Worst case: the witness is gone or damaged itself, which is logged.
 
     two places, at bytes 0 and 4096, written in turn:
     magic 8 | store id u64 | sequence u64 | XXH3-64 of what is before it u64
@@ -47,7 +46,7 @@ class Witness:
         beside: str | Path | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """Read the files that are there; until `begin` nothing is written.
+        """Read the present files. No file is written until `begin`.
 
         `beside`: the store, or None where all files count as on other devices. Raises DataDirectoryUnusable.
         """
@@ -73,16 +72,16 @@ class Witness:
     def note(self, sequence: int) -> None:
         """Every commit up to this one is on disk now. Costs a write to the page cache per file.
 
-        A file that is late with an earlier write is left out.
+        A file whose earlier write is late is left out.
         """
         body = _BODY.pack(_MAGIC, self._store_id, sequence)
-        # By turns: a write that is torn leaves the number before it whole.
+        # The two places take turns: a torn write leaves the number before it whole.
         place = _PLACES[sequence % len(_PLACES)]
         raw = body + _CHECKSUM.pack(xxh3_64_intdigest(body))
-        # All are begun before any is waited for: devices write side by side.
+        # All writes begin before any is waited for: devices write side by side.
         for file in [file for file in self._files if file.begin(raw, place)]:
             file.wait(self._patience_s)
-        # Behind the writes: only what a file may say is known.
+        # The number rises behind the writes: a file may not have a number that is not known here.
         self.sequence = sequence
 
     def close(self) -> None:
@@ -104,7 +103,7 @@ class Witness:
             os.close(fd)
         if None in sequences:
             log.error("witness_damaged path=%s", path)
-        # The greatest of all files: one that lagged takes nothing back.
+        # The greatest number of all files counts: a file that lagged takes nothing back.
         self.sequence = max(self.sequence, *(sequence or 0 for sequence in sequences))
 
     def _read(self, fd: int, place: int) -> int | None:
@@ -113,7 +112,7 @@ class Witness:
             raw = os.pread(fd, _BODY.size + _CHECKSUM.size, place)
         except OSError:
             return None
-        # Zeros: a file that was just made, or its second place.
+        # The file was just made, or its second place was never written.
         if not any(raw):
             return 0
         if len(raw) < _BODY.size + _CHECKSUM.size:
@@ -126,7 +125,7 @@ class Witness:
 class _File:
     """One file and the thread that writes it, one write at a time.
 
-    A file on the store's device is written by whoever asks, who has just synced there; the thread ends it.
+    The caller, who has just synced there, writes a file on the store's device itself. The thread ends it.
     """
 
     def __init__(self, fd: int, path: Path, *, is_beside: bool) -> None:
@@ -134,16 +133,16 @@ class _File:
         self._is_free = threading.Event()
         self._is_free.set()
         self._writes: SimpleQueue[tuple[bytes, int] | None] = SimpleQueue()
-        # A daemon: the end of the process waits for no device.
+        # The thread is a daemon: the end of the process waits for no device.
         self._thread = threading.Thread(target=self._run, name="witness", daemon=True)
         self._thread.start()
 
     def begin(self, raw: bytes, place: int) -> bool:
-        """Write that, unless the last write has not come back; whether it has to be waited for."""
+        """Write the number, unless an earlier write is not back. Returns whether to wait for the write."""
         if self._is_beside:
             self._write(raw, place)
             return False
-        # The last write has not come back: this one is left out, so that no queue grows behind a hanging
+        # The last write has not come back. This one is left out, so that no queue grows behind a hanging
         # device.
         if not self._is_free.is_set():
             return False
@@ -152,12 +151,12 @@ class _File:
         return True
 
     def wait(self, patience_s: float) -> None:
-        """Wait for the write, but not for long."""
+        """Wait for the write, at most so long."""
         if not self._is_free.wait(patience_s):
             log.error("witness_late path=%s", self._path)
 
     def close(self, patience_s: float) -> None:
-        """Sync the file and give it up; a device that hangs is left to the end of the process."""
+        """Sync the file and close it. A hanging device is left to the end of the process."""
         if not self._is_free.is_set():
             return
         self._writes.put(None)
@@ -166,7 +165,7 @@ class _File:
             log.error("witness_late path=%s", self._path)
 
     def _write(self, raw: bytes, place: int) -> None:
-        # No data is lost with it: the store itself has what it says.
+        # An error loses no data: the store itself has the number.
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, raw, place)
 
@@ -175,6 +174,6 @@ class _File:
             self._write(*write)
             self._is_free.set()
         with contextlib.suppress(OSError):
-            # The descriptor is given up by its own thread: nobody else knows when the last write is over.
+            # The thread closes the descriptor: nobody else knows when the last write is over.
             os.fdatasync(self._fd)
         os.close(self._fd)

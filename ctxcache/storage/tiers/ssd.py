@@ -8,8 +8,9 @@ A device that is gone is found by probes, and taken again when it is back under 
 A device that does not return an operation within `hang_after_s` is lost as well: callers have their answer,
 and the operation keeps its thread and its buffer. Such a device is back only when it has returned every one.
 
-A write that only lacks room or memory rests, and is tried again. A path of which several reads fail one after
-the other is doubted; when probes of the whole device fail too it is lost, until one succeeds.
+A write that only lacks room or memory makes the path rest, and is tried again. A path of which several reads
+fail one after the other is doubted. When probes of the whole device fail too, the path is lost, until a probe
+succeeds.
 
 Files are never shortened, unlinked or rewritten elsewhere: freeing a slot costs no I/O.
 """
@@ -42,7 +43,7 @@ REST_NS = 2 * 10**9
 HELD = "an operator took it out of use"
 READ_FAILURE_LIMIT = 3
 """Reads failing one after the other, none that succeeds between, until the path takes no more writes."""
-# Lack of these passes: somebody deletes files, or memory comes back. Anything else is taken for a broken
+# A lack of these passes: somebody deletes files, or memory comes back. Any other error is taken for a broken
 # device.
 _LACKING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN))
 
@@ -72,19 +73,19 @@ class PathHealth:
 
     @property
     def is_lost(self) -> bool:
-        """Whether its bytes cannot be had."""
+        """Whether the path's bytes cannot be read."""
         return bool(self._loss)
 
     @property
     def is_doubted(self) -> bool:
-        """Whether only a probe can tell if its bytes can be had."""
+        """Whether only a probe can tell if the path's bytes can be read."""
         return self._is_doubted or self.is_lost
 
     @property
     def refusal(self) -> TierRefusal | None:
-        """Why it takes no writes now; None while it does."""
+        """Why the path takes no writes now; None while it does."""
         if self._loss:
-            # Loss first: it is what callers have to know, whatever else is wrong.
+            # A loss is told first: callers have to know it, whatever else is wrong.
             return TierRefusal(self._loss, is_final=bool(self._fence), is_lost=True)
         if self._fence:
             return TierRefusal(self._fence, is_final=True)
@@ -97,26 +98,26 @@ class PathHealth:
         return None
 
     def hold(self, *, is_held: bool) -> None:
-        """Take no writes, though nothing is wrong with it, until this is taken back."""
+        """Take no writes, though the path works, until this is taken back."""
         self._is_held = is_held
 
     def check(self) -> None:
-        """Raise TierFailure unless it takes writes."""
+        """Raise TierFailure unless the path takes writes."""
         if refusal := self.refusal:
             raise TierFailure(path=self._path, problem=str(refusal))
 
     def check_fence(self) -> None:
-        """Raise TierFailure once it is fenced. Writes before a rest may be synced in it."""
-        # A rest is no reason to refuse a sync: what was written before it must become durable.
+        """Raise TierFailure once the path is fenced. Writes before a rest may be synced in it."""
+        # A rest is no reason to refuse a sync: earlier writes must become durable.
         if self._fence:
             self.check()
 
     def read_succeeded(self) -> None:
-        """A read was answered."""
+        """Note that a read was answered."""
         self._read_failure_count = 0
 
     def read_failed(self, problem: str) -> None:
-        """A read was not."""
+        """Note that a read failed."""
         # Several threads read at a time, and each failure must count once.
         with self._lock:
             self._read_failure_count += 1
@@ -125,7 +126,7 @@ class PathHealth:
             self.fence(f"{READ_FAILURE_LIMIT} reads failed in a row, the last: {problem}")
 
     def write_failed(self, problem: str, number: int | None) -> None:
-        """A write was refused with that error number, if it has one."""
+        """Note that a write was refused with that error number, if it has one."""
         if number not in _LACKING:
             self.fence(problem)
             return
@@ -135,34 +136,34 @@ class PathHealth:
         log.warning("path_rests path=%s problem=%s", self._path, problem)
 
     def lose(self, problem: str) -> None:
-        """Its bytes cannot be had."""
+        """Note that the path's bytes cannot be read."""
         is_first, self._loss = not self._loss, problem
         if is_first:
             log.error("path_lost path=%s problem=%s", self._path, problem)
 
     def found(self) -> None:
-        """A probe of the whole device succeeded."""
+        """Note that a probe of the whole device succeeded."""
         self.stands()
         was_lost, self._loss = self._loss, ""
         if was_lost:
             log.warning("path_returned path=%s", self._path)
 
     def stands(self) -> None:
-        """A probe was answered in some places: it is what it was before."""
+        """Note that a probe was answered in some places: the path stays as it was."""
         self._is_doubted, self._read_failure_count = False, 0
 
     def displace(self, problem: str) -> None:
-        """Take no writes while the file is not where a restart would look for it; empty.
+        """Take no writes while the file is not where a restart would look for it.
 
-        It is there again.
+        An empty problem: the file is there again.
         """
-        # Said once, not with each probe.
+        # The log gets this once, not with each probe.
         was, self._displacement = self._displacement, problem
         if problem and not was:
             log.error("path_displaced path=%s problem=%s", self._path, problem)
 
     def fence(self, problem: str) -> None:
-        """Take no more writes."""
+        """Take no more writes until a restart."""
         with self._lock:
             # The first reason stays: later ones follow from it.
             is_first, self._fence = not self._fence, self._fence or problem
@@ -179,21 +180,20 @@ PIECE_BYTES = 1 << 20
 SECOND_NS = 10**9
 THREADS_PER_PATH = 4
 PROBE_INTERVAL_NS = 5 * SECOND_NS
-"""How often a path is looked at that nobody doubts."""
+"""How often a path that nobody doubts is looked at."""
 PROBE_PATIENCE_S = 0.25
-"""How long one look at the devices waits for a probe; a later look finds what a slower one says."""
+"""How long one look at the devices waits for a probe. A later look takes a slower one's result."""
 HANG_AFTER_S = 30.0
 PROBE_COUNT = 8
-"""Places that a doubted device is read in: when none of them can be read, the device is lost."""
+"""Places in which a doubted device is read. When none of them can be read, the device is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class SsdPath:
     """A directory and the bytes the tier may take there, a multiple of 4 KiB.
 
-    `absence`: why nothing is opened there at the start. `is_ours` says whether the directory, as it is by
-    then, is the one that records name. `may_be_absent`: a file that cannot be opened is left out, and no
-    error.
+    `absence`: why the directory is not opened at the start. `is_ours` says whether the directory is the one
+    that records name. `may_be_absent`: a file that cannot be opened is left out without an error.
     """
 
     directory: str
@@ -288,7 +288,7 @@ class SsdFiles:
         now_ns = self._clock.monotonic_ns()
         is_due = now_ns >= self._next_probe_ns
         if is_due:
-            # Set before the probes: one that hangs does not make the next look come early.
+            # The time is set before the probes: one that hangs does not make the next look come early.
             self._next_probe_ns = now_ns + PROBE_INTERVAL_NS
         doubted = [i for i, file in enumerate(self._files) if is_due or file.health.is_doubted]
         await asyncio.gather(*map(self._probe, doubted))
@@ -305,7 +305,7 @@ class SsdFiles:
             file.give_up_overdue(self._hang_after_s)
 
     def hold(self, index: int, is_held: bool) -> None:  # noqa: FBT001  it is the value itself
-        """Let a path take no writes, or writes again; what lies there is read in any case."""
+        """Keep a path from writes, or let it take writes again. Its bytes are read in any case."""
         self._files[index].health.hold(is_held=is_held)
 
     async def read(
@@ -326,7 +326,7 @@ class SsdFiles:
     ) -> None:
         """See Tier."""
         file = self._file(slot, begin, data.nbytes, pieces)
-        # Refused before it takes a thread: a path that is closed while data waits refuses at once.
+        # The refusal comes before a thread is taken: a path that is closed while data waits refuses at once.
         file.health.check()
         await file.write(slot.offset_bytes + begin, data, pieces)
 
@@ -335,7 +335,7 @@ class SsdFiles:
         for index in path_indexes:
             self._files[index].check_returns()
         syncs = [asyncio.wrap_future(self._files[index].join_sync()) for index in path_indexes]
-        # Shielded: one caller's cancellation must not cancel the sync of the others.
+        # The syncs are shielded: one caller's cancellation must not cancel the sync of the others.
         await asyncio.shield(asyncio.gather(*syncs))
 
     def close(self) -> None:
@@ -345,15 +345,14 @@ class SsdFiles:
 
     def _file(self, slot: Slot, begin: int, size_bytes: int, pieces: Sequence[Range] | None) -> "_File":
         """Find the slot's file. Raises ValueError: an unaligned or stray range is a bug."""
-        # A slot that a bug made would overwrite another session's bytes: the range is checked here, behind
-        # all callers.
+        # A wrong slot would overwrite another session's bytes: the range is checked here, behind all callers.
         file = self._files[slot.path_index]
         is_in_slot = begin >= 0 and begin + size_bytes <= slot.size_bytes
         if not is_in_slot or not 0 <= slot.offset_bytes <= file.size_bytes - slot.size_bytes:
             raise ValueError(f"[{begin}, {begin + size_bytes}) of {slot} is not in {file.path}")
         if (slot.offset_bytes | begin | size_bytes) % ALIGN_BYTES:
             raise ValueError(f"[{begin}, {begin + size_bytes}) of {slot} is not {ALIGN_BYTES} B-aligned")
-        # Pieces too: each is one operation, and O_DIRECT takes aligned ones only.
+        # Pieces are checked too: each is one operation, and O_DIRECT takes aligned ones only.
         for first, last in pieces or ():
             if not 0 <= first < last <= size_bytes or (first | last) % ALIGN_BYTES:
                 raise ValueError(
@@ -374,12 +373,13 @@ class _File:
         self.is_new = False
         self._place, self._allow_direct = place, allow_direct
         self._fd, self.io_mode = -1, IoMode(self.path, is_direct=False, reason="it is not there")
-        # Kept open: a thread may still be within a call on it, and its number would be given to another file.
+        # Old descriptors stay open: a thread may still be in a call on one, whose number another file would
+        # get.
         self._old_fds: list[int] = []
         """Descriptors of files that are gone. Reads may still be under way on them."""
         self._open_first()
-        # Two bounds on one device: reads behind writes would wait for their burst, which a flush of a long
-        # session is.
+        # Reads and writes have a bound each: reads would wait behind a burst of writes, such as the flush of
+        # a long session.
         self._clock = clock
         self._readers = Threads(thread_count, "ssd-read", clock)
         self._writers = Threads(thread_count, "ssd-write", clock)
@@ -421,7 +421,7 @@ class _File:
         await self._writers.transfer(piece, _cut(flat.nbytes) if pieces is None else pieces)
 
     async def occupy(self, work: Callable[[], None], *, is_read: bool) -> None:
-        """Do that in one of the path's threads, as if the device took so long for it. Raises TierFailure."""
+        """Occupy one of the path's threads with `work`, as a slow device would. Raises TierFailure."""
         await (self._readers if is_read else self._writers).transfer(lambda *_: work(), [(0, 0)])
 
     def _read_piece(self, offset: int, into: memoryview, *, is_placed: bool) -> None:
@@ -466,15 +466,15 @@ class _File:
             raise TierFailure(path=self.path, problem=self._hang)
 
     def give_up_overdue(self, limit_s: float) -> None:
-        """Lose the device when an operation is older than that, and answer all who wait for it."""
+        """Lose the device when an operation is older than that, and answer all callers that wait for it."""
         begun = [threads.oldest_ns for threads in self._threads]
         oldest_ns = min((ns for ns in begun if ns is not None), default=None)
-        # The oldest of all kinds: one operation that does not return tells of the device.
+        # The oldest operation of any kind counts: one that does not return tells of the device.
         if oldest_ns is None or self._clock.monotonic_ns() - oldest_ns < limit_s * SECOND_NS:
             return
         self._hang = f"an operation has not come back for {limit_s:g} s"
-        # Before anybody hears of it: no slot of this path may be handed out while the device owes a write to
-        # it.
+        # The path is lost before any caller hears of it: no slot may be handed out while the device owes a
+        # write.
         self.health.lose(self._hang)
         for threads in self._threads:
             # Each caller gets a failure of its own, for each has its own buffer to wait for.
@@ -488,10 +488,10 @@ class _File:
         """
         for threads in self._threads:
             threads.close(limit_s)
-        # Busy ones too: a device that began to hang at the end has not been given up.
+        # Busy threads count too: a device that began to hang at the end has not been given up.
         if any(threads.is_busy for threads in self._threads):
             return
-        # The lock goes with the descriptor, so that it goes last.
+        # The lock goes with the descriptor, so that the descriptor goes last.
         for fd in (self._fd, *self._old_fds):
             if fd >= 0:
                 os.close(fd)
@@ -506,15 +506,15 @@ class _File:
                 self.path, self._place, allow_direct=self._allow_direct
             )
         except DataDirectoryUnusable as error:
-            # Another server that holds the file is no absence.
+            # A file that another server holds is not absent.
             is_held = isinstance(error.__cause__, BlockingIOError)
             if not self._place.may_be_absent or is_held or not isinstance(error.__cause__, OSError):
                 raise
             self.health.lose(str(error.facts["problem"]))
 
     def start_probe(self) -> "Future[None] | None":
-        """Look at the device, in a thread; what is found is its health's to say. None while one looks."""
-        # One probe at a time, and none while one hangs.
+        """Begin a probe of the device in a thread, which reports to the health. None while one runs."""
+        # One probe runs at a time, and none while one hangs.
         if self._prober.is_owed or not (self._last_probe is None or self._last_probe.done()):
             return None
         self._last_probe = self._prober.submit(self._probe)
@@ -525,21 +525,21 @@ class _File:
             return
         if self._fd >= 0:
             self._look_for_file()
-            # One page in the usual case. A device that is doubted is read in eight places, spread over its
+            # One page is read in the usual case. A doubted device is read in eight places, spread over its
             # size: a few bad places are damage, all of them are a loss.
             first = self._probe_in(self._fd, PROBE_COUNT if self.health.is_doubted else 1)
-            # One bad page is looked at more closely before anything is said.
+            # One bad page makes the probe read all places.
             problems = first if not any(first) else self._probe_in(self._fd, PROBE_COUNT)
             if not any(problems):
                 self._found()
                 return
             if not all(problems):
-                # Bad places: those are corrupt segments one by one, or reads that fail.
+                # Some places are bad: those are corrupt segments one by one, or reads that fail.
                 if not self.health.is_lost:
                     self.health.stands()
                 return
-            # Every place failed: lost, and what is open may be a dead descriptor. So the path is looked up
-            # anew.
+            # Every place failed: the path is lost. The open descriptor may be dead, so that the path is
+            # looked up anew.
             self.health.lose(next(filter(None, problems)))
         if self._reopen():
             self._found()
@@ -551,21 +551,21 @@ class _File:
             self.health.found()
 
     def _owes(self) -> bool:
-        """Whether the device has operations yet whose callers were answered.
+        """Whether the device still owes operations whose callers were answered.
 
-        Such a write must fall on nobody's slot.
+        A late write must not fall on another session's slot.
         """
         return any(threads.is_owed for threads in (self._readers, self._writers, self._syncer))
 
     def _probe_in(self, fd: int, count: int) -> list[str]:
-        """Read a page in each of so many places; for each the problem, empty when there is none."""
+        """Read a page in each of so many places. Returns each one's problem, empty when there is none."""
         page_count = self.size_bytes // ALIGN_BYTES
         problems = []
         with mmap.mmap(-1, ALIGN_BYTES) as page:
             view = memoryview(page)
             for i in range(count):
                 try:
-                    # Spread over the file: devices fail in regions.
+                    # The places are spread over the file: devices fail in regions.
                     _loop(fd, os.preadv, page_count * i // count * ALIGN_BYTES, view)
                 except OSError as error:
                     problems.append(f"read of {error.strerror}")
@@ -575,14 +575,14 @@ class _File:
         return problems
 
     def _look_for_file(self) -> None:
-        """Take no writes while a restart would not find them.
+        """Take no writes while a restart would not find the file.
 
         The directory was unmounted, moved or removed.
         """
         try:
             there, open_now = os.stat(self.path), os.fstat(self._fd)  # noqa: PTH116  no Path in this class
-            # By device and inode: a directory that was moved has the same file under another path, and an
-            # unmounted one shows what lies below its mount point.
+            # Device and inode are compared. A moved directory has the same file under another path, and an
+            # unmounted one shows the files below its mount point.
             is_there = (there.st_dev, there.st_ino) == (open_now.st_dev, open_now.st_ino)
             problem = "" if is_there else "another file has taken its place"
         except OSError as error:
@@ -590,9 +590,9 @@ class _File:
         self.health.displace(problem)
 
     def _reopen(self) -> bool:
-        """Open the file that is at the path now, if that is ours and whole."""
+        """Open the file that is at the path now, if it is ours and whole."""
         try:
-            # Whose directory it is, first: a mount point without its filesystem belongs to nobody.
+            # The directory's owner is checked first: a mount point without its filesystem belongs to nobody.
             if not self._place.is_ours():
                 return False
             # O_NOFOLLOW: a link that somebody put there leads to another file.
@@ -602,14 +602,14 @@ class _File:
         try:
             _claim(fd, self.path, self._place)
             mode = _choose_mode(fd, self.path, allow_direct=self._allow_direct)
-            # Whole and readable everywhere it is looked at, or not taken.
+            # The file is taken only if it is whole, and readable everywhere it is looked at.
             is_whole = os.fstat(fd).st_size == self.size_bytes and not any(self._probe_in(fd, PROBE_COUNT))
         except (OSError, DataDirectoryUnusable):
             is_whole = False
         if not is_whole:
             os.close(fd)
             return False
-        # Reads of before the loss may still be within the kernel.
+        # Reads from before the loss may still be in the kernel.
         if self._fd >= 0:
             self._old_fds.append(self._fd)
         self._fd, self.io_mode = fd, mode
@@ -617,13 +617,13 @@ class _File:
         return True
 
     def _sync(self) -> None:
-        # One at a time: the kernel reports a lost write to one fdatasync only, and a second one
-        # beside it would be told that all is well.
-        # Asked again in the thread: an earlier sync in the queue may have failed meanwhile.
+        # Syncs run one at a time: the kernel reports a lost write to one fdatasync only, and a second one
+        # beside it would be told that all is well. The fence is checked again in the thread: an earlier sync
+        # in the queue may have failed.
         self.health.check_fence()
         try:
-            # fdatasync: the file's size never changes, and its blocks are allocated, so that no metadata has
-            # to follow.
+            # fdatasync is enough: the file's size never changes, and its blocks are allocated, so that no
+            # metadata has to follow.
             os.fdatasync(self._fd)
         except OSError as error:
             problem = f"fdatasync: {error.strerror}"
@@ -649,7 +649,7 @@ def _loop(
     Raises OSError whose `strerror` also says where.
     """
     done = 0
-    # Less than asked for is no error of POSIX, and happens at signals and at a full device.
+    # A short transfer is no error of POSIX, and happens at signals and at a full device.
     while done < buffer.nbytes:
         where = f"{buffer.nbytes - done} B at byte {offset + done}"
         try:
@@ -712,15 +712,15 @@ def _allocate(fd: int, path: str, place: SsdPath) -> None:
         raise InvalidConfiguration(source=path, problem=problem)
     if present_bytes == place.size_bytes:
         return
-    # Asked before: a filesystem that is filled up by the attempt harms others.
+    # The room is checked before: an attempt that fills a filesystem harms others.
     _check_room(fd, path, place.size_bytes - present_bytes)
     try:
         os.posix_fallocate(fd, present_bytes, place.size_bytes - present_bytes)
-        # Size and name: without the first a power cut leaves a short file, without the second none.
+        # Size and name are synced: without the size a power cut leaves a short file, without the name none.
         os.fsync(fd)
         _sync_directory(place.directory)
     except OSError as error:
-        # Bytes that the next start finds count as allocated: what was grown in part is cut off again.
+        # The next start takes present bytes for allocated: a partial growth is cut off again.
         os.ftruncate(fd, present_bytes)
         _check_room(fd, path, place.size_bytes - present_bytes)
         problem = f"cannot allocate {place.size_bytes} B for {path}: {error.strerror}"
