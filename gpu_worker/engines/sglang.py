@@ -48,13 +48,13 @@ log = logging.getLogger(__name__)
 #
 # The client gathers and scatters parts: SGLang's memory is read and written in place.
 MOST_PAGE_BYTES = 16 << 20
-"""As large as a block of the store may be."""
+"""The largest block of the store."""
 MOST_PIECES = 256
-"""As many parts as a block may have; a page in more pieces is copied to one first."""
+"""The most parts of a block. A page in more pieces is copied to one first."""
 FACTORY = ("backend_name", "module_path", "class_name", "interface_v1")
-"""Names in the configuration that SGLang's own factory reads."""
+"""Fields of the configuration that SGLang's own factory reads."""
 WHERE = "hicache_storage_backend_extra_config"
-# Two pools whose pages differ in any of these have other bytes under the same hash.
+# Pools whose pages differ in any of these have other bytes under the same hash.
 FACTS = (
     "dtype",
     "layout",
@@ -68,7 +68,7 @@ FACTS = (
     "dcp_size",
     "storage_format_tag",
 )
-"""Attributes of a pool that the bytes of its pages depend on, where it has them."""
+"""Attributes of a pool, where it has them, on which the bytes of its pages depend."""
 Bytes = npt.NDArray[np.uint8]
 Result = TypeVar("Result")
 
@@ -83,7 +83,7 @@ class HiCacheSettings(StoreSettings):
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """One of SGLang's host pools, and where its pages lie in the store."""
+    """One of SGLang's host pools, and the place of its pages in the store."""
 
     host: Any
     page_tokens: int
@@ -110,7 +110,7 @@ class Pool:
         )
 
     def pieces(self, indices: torch.Tensor) -> list[list[Bytes]]:
-        """The bytes of pages where they lie, of each its pieces. `indices`: of their tokens in the pool."""
+        """The pieces of each page, where they lie. `indices`: of the pages' tokens in the pool."""
         pointers, sizes = self.host.get_page_buffer_meta(indices)
         views = list(map(_view, pointers, sizes))
         # SGLang lists pieces page by page.
@@ -134,7 +134,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         """Raises Refused."""
         del kwargs
-        # SGLang hands its factory's own fields on with the others.
+        # SGLang passes its factory's own fields on with the others.
         given = {k: v for k, v in (storage_config.extra_config or {}).items() if k not in FACTORY}
         self._settings = HiCacheSettings.of(given, WHERE)
         self._config = storage_config
@@ -197,9 +197,9 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """How many of the first pages can be had with the state of all pools that goes with them."""
+        """How many of the first pages can be used, with the states of all pools that they need."""
         del extra_info
-        # A page behind a gap is of no use: its tokens would attend to what is not there.
+        # A page behind a gap is of no use: its tokens would attend to missing ones.
         kv_count = _leading(self._there(str(PoolName.KV), keys))
         counts = {str(PoolName.KV): kv_count} if kv_count else {}
         restorable = set(range(1, kv_count + 1))
@@ -278,10 +278,10 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         return self._link.wait(timeout_s) is LinkState.READY
 
     def clear(self) -> None:
-        """Delete all pages of this engine's model, layout and rank; what comes is of other weights.
+        """Delete all pages of this engine's model, layout and rank. Later pages are of other weights.
 
-        SGLang says it when weights were changed, and says nothing of why: pages that are put from here on are
-        found under the old name by nobody.
+        SGLang calls this when weights were changed, and does not say why. Nobody finds later pages under the
+        old name.
         """
         for name, pool in self._pools.items():
             # Pages that SGLang copies itself (`set`) lie in a space of one part, beside those in pieces.
@@ -301,15 +301,15 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
     # -- calls of the store ---------------------------------------------------------------------------
 
     def _fingerprint(self, name: str, directory: str | None, client: Client) -> bytes:
-        """Of the model's weights, or of its name where the weights are not known."""
+        """The fingerprint of the model's weights, or of its name where the weights are not known."""
         version, weights = self._version, "" if directory is None else digest_checkpoint(Path(directory))
-        # With its files known a model is the same whatever it is called.
+        # A model with known files is the same whatever its name.
         facts = name if directory is None else ""
         spec = model_of(Path(directory or name).name, "sglang", weights, facts, version=version)
         return client.models.register(spec).spec.fingerprint()
 
     def _call(self, work: Callable[[Client, bytes], Result], otherwise: Result) -> Result:
-        """As `StoreLink.call`, while the weights are those that have the name."""
+        """As `StoreLink.call`, with the fingerprint of the weights, while they are those of the name."""
         told = _told_version()
         if told != self._told_weights and self._is_named:
             self._is_named = False
@@ -354,7 +354,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             return [False] * len(keys)
         if pool.piece_count:
             return self._stored(name, keys, lambda: pool.pieces(indices), pool.piece_count)
-        # Indices are of tokens; a page's own are one behind the other.
+        # Indices are those of tokens. A page's tokens follow one another.
         return self._stored(
             name, keys, lambda: [pool.copy_of(i) for i in indices[:: pool.page_tokens].tolist()], 1
         )
@@ -391,9 +391,9 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         return pool
 
     def _space(self, weights: bytes, name: str, *, parts: int) -> BlockSpace:
-        """Where pages of a pool are looked for, in so many parts each."""
+        """The space of a pool's pages, in so many parts each."""
         config, pool = self._config, self._pools[name]
-        # State of latent attention is the same on each rank of tensor parallelism; Mamba's is not.
+        # All ranks of tensor parallelism share the state of latent attention, but not Mamba's.
         is_shared = config.is_mla_model and name != str(PoolName.MAMBA)
         tensor_rank = config.dcp_rank if is_shared else config.tp_rank
         ranks = (
@@ -404,7 +404,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
             config.attn_cp_rank,
             config.attn_cp_size,
         )
-        # The rank is part of it: each rank of tensor parallelism has other heads under one hash.
+        # The tag has the rank: each rank of tensor parallelism has other heads under one hash.
         tag = hashlib.sha256(f"{name} {pool.facts} {ranks}".encode()).hexdigest()
         return BlockSpace(
             weights,
@@ -418,7 +418,7 @@ def _clear(
 ) -> None:
     space = space_of(weights, name)
     keys: set[bytes] = set()
-    # The store lists a space's keys by a subscription: all that there are, then `is_current`.
+    # A subscription lists a space's keys: all present ones, then `is_current`.
     with client.blocks.subscribe(space) as subscription:
         for news in subscription:
             keys.update(one.key for one in news.changes if one.state is LookupState.HIT)
@@ -428,16 +428,16 @@ def _clear(
 
 
 def _told_version() -> str:
-    """SGLang's own version of the weights, as its callers name it; empty where it has none."""
+    """SGLang's own name for the version of the weights; empty where it has none."""
     try:
         return str(get_serving().weight_version or "")
-    # Outside of its scheduler there is no configuration, which it says by an error of its own.
+    # Outside of its scheduler SGLang has no configuration, and raises an error of its own.
     except (ValueError, AttributeError):
         return ""
 
 
 def _key(page_hash: str) -> bytes:
-    # A caller's words may be part of it: a lone surrogate is no character.
+    # The hash may have a caller's words, among them a lone surrogate, which is no character.
     return hashlib.sha256(page_hash.encode(errors="surrogatepass")).digest()
 
 
@@ -446,7 +446,7 @@ def _leading(there: Sequence[bool]) -> int:
 
 
 def _usable(transfer: PoolTransfer, there: Sequence[bool]) -> set[int]:
-    """Numbers of first pages with which this pool's state can be had."""
+    """Numbers of first pages for which this pool's state is there."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return set(range(1, _leading(there) + 1))
     if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -455,14 +455,14 @@ def _usable(transfer: PoolTransfer, there: Sequence[bool]) -> set[int]:
         #
         #     there    x x . x x        ends 1, 2 and 5 are usable
         return {end for end in range(1, len(there) + 1) if all(there[max(0, end - count) : end])}
-    # Nothing is promised for a policy that is not known here.
+    # A policy that is not known here gives no state.
     return set()
 
 
 def _piece_count(host: Any, page_tokens: int, page_bytes: int) -> int:
-    """In how many pieces of host memory a page lies; 0 where the pool does not say, or in too many."""
+    """How many pieces of host memory a page has; 0 where the pool does not say, or has too many."""
     try:
-        # Asked of the pool itself, for a page at its begin: layouts differ by version of SGLang.
+        # The pool itself tells, for a page at its beginning: layouts differ by version of SGLang.
         _, sizes = host.get_page_buffer_meta(torch.arange(page_tokens))
     except (AttributeError, NotImplementedError, ValueError):
         return 0

@@ -1,9 +1,9 @@
 """transformers with a context store: every turn restores its session, continues it, and saves it.
 
-The engine keeps nothing between turns. A turn looks its session up, restores what the store has, prefills
-what is new (while later layers are still restored, where a planner decides), generates, and hands every row
-over as it is computed; background threads commit them. A session that is missing, short or damaged is a
-miss with a reason, and what the caller knows of the history is prefilled again. Worst case: a full prefill.
+The engine keeps no state between turns. A turn looks its session up, restores the store's part, prefills the
+new tokens (while later layers are still restored, where a planner decides), generates, and hands every row
+over as it is computed; background threads commit them. A session that is missing, short or damaged is a miss
+with a reason, and the history that the caller gives is prefilled again. Worst case: a full prefill.
 
 A session that is being restored for one turn is the turn's own: its leased rows, its cache, and the passes
 that wait for layers. When a restore fails while the model runs on its cache, the pass ends with the reason
@@ -103,8 +103,8 @@ class LayerGate:
 
     def _waiting_for(self, layer: int) -> Callable[[nn.Module, object], None]:
         def hook(_block: nn.Module, _args: object) -> None:
-            # A restore may run the same blocks for layers that
-            # it recomputes: waiting for itself would never end.
+            # A restore may run the same blocks for layers that it recomputes: it would wait for itself for
+            # ever.
             if threading.get_ident() == self._thread_id:
                 self._restoration.wait(layer)
 
@@ -124,7 +124,7 @@ class Restoring:
         chooser: Chooser,
         lent: ExitStack,
     ) -> None:
-        """`lent`: given back when no copy is under way."""
+        """`lent` is given back when no copy is under way."""
         self.cache, self.restoration, self.choice = cache, restoration, choice
         self._rows, self._chooser, self._lent = rows, chooser, lent
         self._gate, self._is_over = LayerGate(adapter, restoration), False
@@ -135,20 +135,20 @@ class Restoring:
 
     @property
     def restored_ns(self) -> int:
-        """From its begin until the last layer was usable; 0 where that did not happen."""
+        """The time from the begin until the last layer was usable; 0 where a layer never was."""
         return int(self.restoration.restored_s * 1e9)
 
     @property
     def is_ahead(self) -> bool:
-        """Whether passes begin before all is restored."""
+        """Whether passes begin before every layer is restored."""
         return self._lead is not None
 
     def is_failed_by(self, error: CacheError) -> bool:
-        """Whether an error out of a pass is why the restore failed."""
+        """Whether an error out of a pass comes from the failed restore."""
         return error is self.restoration.error or isinstance(error, LaneStuck)
 
     def wait_for_lead(self) -> None:
-        """Wait until a pass may begin without waiting for a layer later, as planned; without a plan, for all.
+        """Wait until a pass may begin without later waits, as planned; without a plan, for all layers.
 
         Raises why the restore failed; then it is over, and the lease given back.
         """
@@ -175,16 +175,16 @@ class Restoring:
         self.end()
 
     def end(self) -> None:
-        """Cancel what is not done, and give the lease back. Once it is over, nothing."""
+        """Cancel the rest of the restore, and give the lease back. Does nothing once it is over."""
         if self._is_over:
             return
-        # First: what follows may raise, and must not be done twice.
+        # The flag comes first: later steps may raise, and must not be done twice.
         self._is_over = True
         try:
             self.restoration.cancel()
             self.restoration.drain()
             self._lent.close()
-            # Behind `drain`: the device's times are known then.
+            # The device's times are known only behind `drain`.
             self._chooser.observe(self.choice, self.restoration)
         finally:
             self._rows.close()
@@ -192,7 +192,7 @@ class Restoring:
 
 @dataclass(frozen=True, slots=True)
 class _Apart(Compute):
-    """Computes, and recomputes within a context of the engine's."""
+    """Computes layers, and recomputes them within a context of the engine's."""
 
     compute: Compute
     recomputing: Callable[[], AbstractContextManager[None]]
@@ -212,7 +212,7 @@ class _Apart(Compute):
 
 
 class SessionRestorer:
-    """Begins restores of one model's sessions, on a pipeline that is replaced when it is stuck. Close it."""
+    """Begins restores of one model's sessions. A stuck pipeline is replaced. Close it."""
 
     def __init__(
         self,
@@ -239,10 +239,10 @@ class SessionRestorer:
         behind_count: int = 0,
         snapshot: Snapshot | None = None,
     ) -> Restoring:
-        """Restore the session's first tokens, those of `token_ids`. `rows` are the restore's from here on.
+        """Restore the session's first tokens, those of `token_ids`. The restore owns `rows` from here on.
 
-        `snapshot`: the states that the choice goes on from. Behind `behind_count` others that are under way,
-        it may take as long as all of them.
+        `snapshot`: the states from which the choice goes on. With `behind_count` other restores under way,
+        the restore may take as long as all of them.
         """
         adapter, count = self._adapter, len(token_ids)
         target = CacheTarget(adapter, count, snapshot=snapshot)
@@ -258,7 +258,7 @@ class SessionRestorer:
                 deadline=Deadline.after_s(self._timeout_s * (1 + behind_count)),
                 token_ids=torch.tensor(token_ids),
             )
-            # The arena stays lent until the restore is drained; a start that raises gives it back here.
+            # The arena stays lent until the restore is drained. A start that raises gives it back here.
             kept = lent.pop_all()
         return Restoring(adapter, rows, target.cache, restoration, choice, self._chooser, kept)
 
@@ -283,7 +283,7 @@ class SessionRestorer:
 def _end(pipeline: Pipeline) -> None:
     """Close a pipeline.
 
-    Of a stuck one, which has been told, the lane that is stuck ends by itself, whenever it does.
+    The stuck lane of a stuck pipeline, which has been told, ends by itself at some time.
     """
     if not pipeline.is_stuck:
         pipeline.close()
@@ -330,7 +330,7 @@ class Turn:
 
 
 def context_window(model: PreTrainedModel) -> int:
-    """The most tokens that a model's settings allow. Raises InvalidArgument where they say nothing."""
+    """The most tokens that a model's settings allow. Raises InvalidArgument where they name no length."""
     config = model.config.get_text_config(decoder=True)
     window = next(
         (size for name in _CONTEXT_NAMES if isinstance(size := getattr(config, name, None), int)), None
@@ -341,21 +341,21 @@ def context_window(model: PreTrainedModel) -> int:
 
 
 def _name_of(session_id: str) -> str:
-    """The resource name of the session that a caller names so. Raises InvalidArgument for no name."""
+    """The resource name of a session by the caller's name for it. Raises InvalidArgument."""
     return f"sessions/{names.session_id(session_id)}"
 
 
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
-# Sorts of misses, and what becomes of the session's rows:
+# Sorts of misses, and the fate of the session's rows:
 #
 #     DAMAGED          cut, and written again: nobody could use them
 #     other misses     kept: the next turn, or another engine, may still have them
 DAMAGED = (CorruptSegment, TierFailure, ShapeMismatch, UnsupportedDtype)
-"""The store's rows are not usable by any engine: they are written again."""
+"""No engine can use the store's rows: they are written again."""
 MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
-"""Errors of a read for state that cannot be had: a miss, never a failed turn."""
+"""Errors of a read that make a miss, and never a failed turn."""
 
 
 def tokens_of(client: Client, model: CallerModel, session: SessionInfo) -> list[int]:
@@ -365,28 +365,28 @@ def tokens_of(client: Client, model: CallerModel, session: SessionInfo) -> list[
 
 def cut(client: Client, session: SessionInfo, token_count: int) -> SessionInfo:
     """Keep the first tokens alone. Raises GenerationMismatch unless the session is as it was seen."""
-    # No call where nothing is to be cut: the generation stays, and with it others' conditions.
+    # A cut of no token makes no call: the generation stays, and with it others' conditions.
     if token_count == session.token_count:
         return session
     return client.sessions.open(session.name).keep_first(token_count, if_generation_match=session.generation)
 
 
 def emptied(client: Client, model: CallerModel, session: SessionInfo, lost: Sequence[int]) -> SessionInfo:
-    """Keep nothing of a session that held the tokens `lost`.
+    """Drop all of a session that held the tokens `lost`.
 
     A session that another engine changed meanwhile stays as it is, and takes no rows of this turn.
     """
     try:
         return cut(client, _remains(client, model, session, lost), 0)
     except MISSES:
-        # No generation that was is one again: whatever is written for this one is refused.
+        # No later generation equals this one: every write for this session is refused.
         return replace(session, token_count=0)
 
 
 def _remains(client: Client, model: CallerModel, session: SessionInfo, lost: Sequence[int]) -> SessionInfo:
-    """The session as it is now, if nothing but tokens at its end is gone: a store cuts damaged ones off."""
+    """The present session, if it only lost tokens at its end: a store cuts damaged ones off."""
     now = client.sessions.get(session.name)
-    # The same session, and no longer: what was appended meanwhile is another engine's.
+    # It is the same session, and not longer: tokens that were appended meanwhile are another engine's.
     is_shorter = now.uid == session.uid and now.token_count <= len(lost)
     if now.generation == session.generation or not is_shorter:
         return session
@@ -394,7 +394,7 @@ def _remains(client: Client, model: CallerModel, session: SessionInfo, lost: Seq
 
 
 LAYOUT_LIMIT = 2
-"""Savers at a time: each has a staging buffer of its own."""
+"""The most savers at a time: each has a staging buffer of its own."""
 
 
 class Savers:
@@ -403,7 +403,7 @@ class Savers:
     def __init__(
         self, client: Client, model: CallerModel, device: torch.device, check: Callable[[], None]
     ) -> None:
-        """`check` raises why what was computed until now is not the model's."""
+        """`check` raises where the rows computed until now are not the model's."""
         self._client, self._model, self._device, self._check = client, model, device, check
         self._by_layout: OrderedDict[frozenset[Stream], Saver] = OrderedDict()
 
@@ -415,26 +415,26 @@ class Savers:
         saver = self._by_layout.pop(layout, None)
         if saver is None:
             while len(self._by_layout) >= LAYOUT_LIMIT:
-                # The one that was used longest ago; closing saves what it still has.
+                # The saver used longest ago leaves. Closing it saves its staged rows.
                 self._by_layout.popitem(last=False)[1].close()
             saver = Saver(
                 self._client,
                 self._model,
                 layout,
                 device=self._device,
-                # When rows are about to be saved, and not behind each pass: it is early enough.
+                # The check runs when rows are about to be saved, not behind each pass.
                 witness=lambda: self._check,
             )
         self._by_layout[layout] = saver
         return saver
 
     def wait(self, session_name: str) -> CacheError | None:
-        """Wait until a session is saved; what stopped its saves, if anything did. Raises DeadlineExceeded."""
+        """Wait until a session is saved; the error that stopped saves, if any. Raises DeadlineExceeded."""
         failures = [saver.wait(session_name) for saver in self._by_layout.values()]
         return next((failure for failure in failures if failure is not None), None)
 
     def close(self) -> None:
-        """Save what is still in staging, and end the threads."""
+        """Save the staged rows, and end the threads."""
         for saver in self._by_layout.values():
             saver.close()
         self._by_layout.clear()
@@ -445,11 +445,10 @@ RESTORE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Where a turn starts from: a session that holds `saved`, and a cache that holds its KV or is about to.
+    """The start of a turn: a session that holds `saved`, and a cache that holds its KV or is about to.
 
-    Not where `is_missing`: then the cache is empty, and what the session holds is computed without being
-    saved again. `lost`: the session's tokens, where they could be read and nothing else of it was worth
-    keeping.
+    Where `is_missing` the cache is empty, and the session's tokens are computed without being saved again.
+    `lost`: tokens of a session of which only the ids were worth keeping.
     """
 
     session: SessionInfo
@@ -466,8 +465,8 @@ class _Start:
 
     @property
     def loss_nats(self) -> float:
-        """What the kinds of the rows that are restored may cost in predictions; 0 where they are exact."""
-        # A restore of no plan, on the host, is of exact rows alone.
+        """The cost in predictions of the restored rows' kinds; 0 where the rows are exact."""
+        # A restore on the host has no plan, and only exact rows.
         streams = self.restoring.choice.streams() if self.restoring is not None and self.reused_count else ()
         return loss_nats(stream.kind for stream in streams)
 
@@ -486,7 +485,7 @@ class HostCaches:
         """The streams from which such a cache comes back."""
 
     def begin(self, capacity: int) -> None:
-        """A turn begins, of so many tokens at most; the caches of the one before are gone."""
+        """Begin a turn of so many tokens at most. The caches of the turn before are gone."""
         self.close()
         self._capacity = max(capacity, 1)
 
@@ -498,23 +497,23 @@ class HostCaches:
         return cache
 
     def measure(self, cache: HostCache) -> None:
-        """Find out once what to copy and what to project, from the first cache that was restored."""
+        """Measure once what to copy and what to project, from the first restored cache."""
         if self._rates is None:
             self._rates = cache.measured()
             cache.split = self._splitter(self._rates)
 
     def close(self) -> None:
-        """Watch no passes any more."""
+        """End the watch on passes."""
         self._open.close()
 
     def _splitter(self, rates: DecodeRates) -> Callable[[int], int]:
         layer_count = len(self._adapter.layers)
-        # Every layer of a step asks for the same.
+        # Every layer of a step asks for the same count.
         return lru_cache(4)(lambda count: searched_split(rates, count, layer_count))
 
 
 class _Taking:
-    """Snapshots of one turn: on the way every so many tokens, and where it ends."""
+    """Snapshots of one turn: one every so many tokens, and one at its end."""
 
     def __init__(self, snapshots: Snapshots, start: _Start, every: int) -> None:
         self._snapshots, self._every, self._cache = snapshots, every, start.cache
@@ -525,16 +524,16 @@ class _Taking:
 
     @contextmanager
     def around(self, passing: AbstractContextManager[None], token_ids: Sequence[int]) -> Iterator[None]:
-        """A pass over these tokens, behind which the cache may be worth a copy."""
+        """A pass over these tokens, behind which the cache may be copied."""
         with passing:
             yield
         self._token_ids.extend(token_ids)
-        # Passes end at these (`Stops`), so that a pass never runs over one.
+        # Passes end at these counts (`Stops`), so that a pass never runs over one.
         if len(self._token_ids) % self._every == 0:
             self._take()
 
     def ended(self) -> None:
-        """The turn has ended: as a rule the next one goes on from here."""
+        """Take the last snapshot: as a rule the next turn goes on from here."""
         # A turn that is shorter is cheaper to run again than a copy of all states.
         if len(self._token_ids) - self._last >= GRAIN_TOKENS:
             self._take()
@@ -583,7 +582,7 @@ class TransformersEngine(Closing):
             plan.check(spec)
         elif profile is None:
             raise InvalidArgument(field="plan", problem="neither a plan nor a profile to plan by")
-        # The loaded model proves its rows here: what fails does so before a session is touched.
+        # The loaded model proves its rows here: a failure comes before a session is touched.
         self._adapter = adapt(model)
         self._model, self._client, self._spec = model, client, spec
         self._window = window or context_window(model)
@@ -612,7 +611,8 @@ class TransformersEngine(Closing):
             self._adapter, spec, lambda ids: prefill(model, DynamicCache(config=model.config), ids)
         )
         self._own = client.models.register(spec, probe)
-        # Behind the probe: some modules make tensors at their first pass, which would look like a change.
+        # This follows the probe: some modules make tensors at their first pass, which would look like a
+        # change.
         self._unchanged = Unchanged(model, spec)
         self._savers = Savers(client, self._own, model.device, self._unchanged.check_weights)
         self._snapshots: Snapshots | None = None
@@ -622,10 +622,10 @@ class TransformersEngine(Closing):
             )
 
     def close(self) -> None:
-        """Save what is still in staging, then end the threads that save and restore."""
+        """Save the staged rows, then end the threads that save and restore."""
         if self._host is not None:
             self._host.close()
-        # Saving first: rows in staging are lost with the process, a restore is only slower.
+        # Saving comes first: staged rows are lost with the process, while a restore is only slower.
         self._savers.close()
         self._restorer.close()
         if self._snapshots is not None:
@@ -637,7 +637,7 @@ class TransformersEngine(Closing):
         return self._chooser.profile
 
     def wait(self, session_id: str) -> CacheError | None:
-        """Wait until a session is saved; what stopped its saves, if anything did. Raises DeadlineExceeded."""
+        """Wait until a session is saved; the error that stopped saves, if any. Raises DeadlineExceeded."""
         failure = self._savers.wait(_name_of(session_id))
         if self._snapshots is not None:
             self._snapshots.wait()
@@ -655,7 +655,7 @@ class TransformersEngine(Closing):
         return self._chooser.snapshot_every(expected) if every is None else every
 
     def cost(self, session_id: str) -> ReturnCost:
-        """The cost of bringing a session back now. Nothing moves, and it is no access.
+        """The cost of bringing a session back now. No rows move, and it counts as no access.
 
         Of a model that keeps states the token ids are read: snapshots are found by them. Raises
         SessionNotFound, ModelFingerprintMismatch, InvalidArgument(field="profile").
@@ -750,7 +750,7 @@ class TransformersEngine(Closing):
     ) -> tuple[SessionInfo, list[int] | None]:
         """The session and the history, both truncated alike where the context window asks for it."""
         failure = self.wait(session_id)
-        # Its last turn was not saved whole: with no history given, that is the caller's to notice.
+        # The last turn was not saved whole: without a given history the caller has to notice that.
         turn.miss_reason = failure.reason if failure else ""
         session = self._open(_name_of(session_id))
         if history and not session.token_count:
@@ -761,8 +761,7 @@ class TransformersEngine(Closing):
             return session, None if history is None else list(history)
         turn.dropped_token_count = history_count - cutting.kept_count
         known = tokens_of(self._client, self._own, session) if history is None else history
-        # Only a session that holds the whole history is cut in
-        # the store; another one differs, and is cut by `_begin`.
+        # Only a session that holds the whole history is cut in the store. `_begin` cuts another one.
         if session.token_count == history_count:
             session = self._truncate(session, cutting.recent_count, turn)
         return session, cutting.apply(known)
@@ -784,7 +783,7 @@ class TransformersEngine(Closing):
                 sink_token_count=self._sink_count,
                 if_generation_match=session.generation,
             )
-        # Learned positions, states, rows as they are cached: nothing of the session fits at other positions.
+        # Learned positions, states and cached rows do not fit at other positions.
         except PositionsNotRelocatable as error:
             turn.miss_reason = error.reason
             return cut(self._client, session, 0)
@@ -796,7 +795,7 @@ class TransformersEngine(Closing):
 
         A damaged session is tried once more, cut.
         """
-        # Twice: the store cuts what is damaged, and the second attempt restores what is left.
+        # The store cuts damaged tokens, so that the second attempt restores the rest.
         for _attempt in range(2):
             try:
                 return self._restore_common(session, known, new_count, turn)
@@ -865,18 +864,18 @@ class TransformersEngine(Closing):
         rows = self._client.sessions.open(session, self._own).read(streams=choice.streams())
         with ExitStack() as stack:
             stack.enter_context(rows)
-            # Found out by the first read; the plan of the next turn counts with it.
+            # The first read finds the place. The plan of the next turn counts with it.
             self._place = StatePlace.DRAM if rows.is_local else StatePlace.REMOTE
-            # As it is read: others may have changed it since it was looked up.
+            # This is the session as read: others may have changed it since the look-up.
             session = rows.session
             ids = rows.token_ids()
             common = len(ids) if known is None else common_prefix(ids, known)
             missing_count = 0 if known is None else len(known) - common
-            # Before anything is appended: rows behind the common prefix are another conversation's.
+            # The cut comes before any append: rows behind the common prefix are another conversation's.
             session = cut(self._client, session, common)
             if not common:
                 return _Start(session, [], self._empty_cache())
-            # The plan was made for what the look-up said; the read shows what is there.
+            # The plan was made by the look-up. The read shows the present tokens.
             if missing_count or common != wanted.history:
                 # Only streams that were read can be chosen from.
                 choice = self._chooser.choose(
@@ -903,7 +902,8 @@ class TransformersEngine(Closing):
         new_count: int,
     ) -> tuple[Choice, Snapshot | None]:
         """The choice, and the states to go on from where the store has some and they pay."""
-        # By the tokens that are to be restored: a snapshot of more tokens has seen what was cut.
+        # Only the tokens to be restored are looked for: a snapshot of more tokens has seen those that were
+        # cut.
         snapshot_tokens = snapshots.latest(token_ids, session.salt)
         if not snapshot_tokens:
             return choice, None
@@ -916,7 +916,7 @@ class TransformersEngine(Closing):
         return (choice, None) if snapshot is None else (shorter, snapshot)
 
     def _missed(self, session: SessionInfo, saved: list[int], error: CacheError) -> _Start:
-        """Compute what could not be restored; it is saved again only where it is damaged."""
+        """Compute the tokens that could not be restored. They are saved again only where they are damaged."""
         if isinstance(error, DAMAGED):
             return self._nothing_restored(session, lost=saved)
         return _Start(session, saved, self._empty_cache(), is_missing=True)
@@ -928,7 +928,7 @@ class TransformersEngine(Closing):
         return DynamicCache(config=self._model.config) if self._host is None else self._host.empty()
 
     def _recomputing(self) -> AbstractContextManager[None]:
-        """Entered around passes that a restore makes: one turn at a time waits for them anyway."""
+        """The context of a restore's passes. One turn at a time waits for them anyway."""
         return nullcontext()
 
     # -- generating and saving ---------------------------------------------------------------------
@@ -945,8 +945,8 @@ class TransformersEngine(Closing):
         try:
             yield from self._generate(start, token_ids, max_new_tokens, eos_token_ids)
         except CacheError as error:
-            # An error behind the first token is the caller's:
-            # tokens that were given out cannot be taken back.
+            # An error behind the first token is the caller's: tokens that were given out cannot be taken
+            # back.
             if start.restoring is None or turn.token_ids or not start.restoring.is_failed_by(error):
                 raise
             turn.miss_reason, turn.reused_token_count, turn.snapshot_token_count = error.reason, 0, 0
@@ -966,7 +966,7 @@ class TransformersEngine(Closing):
         max_new_tokens: int,
         eos_token_ids: Collection[int] | None,
     ) -> Iterator[int]:
-        """Yield tokens; what went through the model is saved on the way, the last one included."""
+        """Yield tokens. Rows are saved as they are computed, the last one included."""
         session = start.session
         layout = frozenset(session.streams())
         saver = self._savers.of(layout)
@@ -985,7 +985,7 @@ class TransformersEngine(Closing):
         is_stepwise = self._adapter.is_stepwise
         if start.is_missing:
             prefill(self._model, start.cache, start.saved, is_stepwise=is_stepwise)
-        # At this generation: what another engine appends from here on makes the saves end, not mix.
+        # The generation is fixed: appends by another engine end the saves, and do not mix with them.
         saver.open(session)
         try:
             with ExitStack() as first_pass, Capture(self._adapter, layout, saver.put, is_on_host=False):
@@ -1002,16 +1002,18 @@ class TransformersEngine(Closing):
                     is_stepwise=is_stepwise,
                     stops=stops,
                 ):
-                    # The first token is there, so all layers are: the lease goes back before a long reply.
+                    # The first token is there, and so all layers are: the lease goes back before a long
+                    # reply.
                     first_pass.close()
-                    # The last token that was yielded has not gone through the model.
+                    # The last yielded token has not gone through the model.
                     pending = [token]
                     yield token
                 if max_new_tokens:
-                    # One more pass, after the caller has its answer: then the session holds the whole turn.
+                    # One more pass follows when the caller has its answer: then the session holds the whole
+                    # turn.
                     prefill(self._model, start.cache, pending, around=passing, is_stepwise=is_stepwise)
                 if states is not None:
                     states.ended()
         finally:
-            # Also for a turn that broke: whole tokens before the break are the session's.
+            # A turn that broke is finished too: whole tokens before the break are the session's.
             saver.finish(session.name, durability=self._durability)

@@ -63,7 +63,7 @@ class _Waiting:
     known: list[int] | None
     start: _Start | None = None
     failed: tuple[_Start, CacheError] | None = None
-    """A restore that was under way, and what came between."""
+    """A failed restore, and its error."""
 
     @property
     def wanted(self) -> Wanted:
@@ -75,18 +75,18 @@ class _Waiting:
 
     @property
     def restoring(self) -> Restoring | None:
-        """Its restore, where there is one."""
+        """The turn's restore, where there is one."""
         return self.start.restoring if self.start else None
 
     @property
     def is_ready(self) -> bool:
-        """Whether to wait for it is to wait for nothing, or for nobody else."""
+        """Whether a wait for the restore would wait for nothing, or for no other restore."""
         restoring = self.restoring
         # A restore that failed is ready as well: waiting for it returns at once.
         return restoring is None or restoring.restoration.is_whole or restoring.restoration.error is not None
 
     def is_restored(self) -> bool:
-        """Wait for its restore; False where it failed, and is over."""
+        """Wait for the restore. False where it failed, and is over."""
         start, restoring = self.start, self.restoring
         if start is None or restoring is None:
             return start is not None
@@ -100,7 +100,7 @@ class _Waiting:
         return True
 
     def end(self) -> None:
-        """Give the lease back; nothing of a restore that is not whole is written any more."""
+        """Give the lease back. A restore that is not whole writes no more rows."""
         restoring = self.failed[0].restoring if self.failed else self.restoring
         if restoring is not None:
             restoring.end()
@@ -134,7 +134,7 @@ class _Running:
     start: _Start
     cache: SequenceCache
     saved_count: int
-    """Tokens of the session behind which the cache's own end is saved."""
+    """Tokens of the session before the cache's own."""
     waiting: deque[int]
     ends: Collection[int]
     is_answered: bool = False
@@ -188,11 +188,11 @@ class TransformersBatchEngine(TransformersEngine):
         chosen = self._chooser.choose_together([queued.wanted for queued in batch], place=self._place)
         batch = [batch[index] for index, _ in chosen]
         with ExitStack() as ending, _keeping_attention(self._model):
-            # All are begun at once, in the order of the plan: the pipeline keeps it.
+            # All restores begin at once, in the order of the plan, which the pipeline keeps.
             for place, (queued, (_, choice)) in enumerate(zip(batch, chosen, strict=True)):
                 ending.callback(queued.end)
                 self._try_to_begin(queued, choice, behind_count=place)
-            # Those that are restored alone come last.
+            # Sessions that are restored alone come last.
             waiting = sorted(batch, key=lambda queued: queued.start is None)
             while waiting:
                 layout = frozenset(waiting[0].session.streams())
@@ -210,7 +210,7 @@ class TransformersBatchEngine(TransformersEngine):
         cache = self._empty_cache()
         prefill(self._model, cache, [0, 0])
         for layer, (heads, key_size, value_size) in self._packed.layer_shapes.items():
-            # Any: what holds no keys is refused, too.
+            # Any: a layer without keys is refused, too.
             held: Any = cache.layers[layer]
             keys: Any = getattr(held, "keys", None)
             values: Any = getattr(held, "values", None)
@@ -230,14 +230,14 @@ class TransformersBatchEngine(TransformersEngine):
         if not queued.session.token_count:
             queued.start = _Start(queued.session, [], self._empty_cache())
             return
-        # A miss here may be for room that others' leases take: it is told when it is missed again.
+        # A miss here may be for room that others' leases take: a second miss is told.
         with suppress(*MISSES):
             queued.start = self._begin(
                 queued.session, queued.known, queued.wanted, choice, behind_count=behind_count
             )
 
     def _started(self, queued: _Waiting, begin_ns: int) -> _Running:
-        """A turn whose session is there, or is computed."""
+        """The turn of a session that is restored or computed."""
         request, turn = queued.request, queued.turn
         start = queued.start or self._restored_alone(queued)
         if start.restoring is not None:
@@ -292,14 +292,14 @@ class TransformersBatchEngine(TransformersEngine):
             yield
 
     def _attend_by(self, attention: str) -> None:
-        """The thread that has the model's turn sets how the model attends."""
+        """Set how the model attends. The caller has the model's turn."""
         if _attention_of(self._model) != attention:
             self._model.set_attn_implementation(attention)
 
     def _run(
         self, waiting: deque[_Waiting], batch: Sequence[_Waiting], layout: frozenset[Stream], begin_ns: int
     ) -> None:
-        """Whole turns of the sessions of one layout, each from when it is restored."""
+        """Run the turns of the sessions of one layout, each from when it is restored."""
         saver = self._savers.of(layout)
         running: list[_Running] = []
         try:
@@ -312,7 +312,8 @@ class TransformersBatchEngine(TransformersEngine):
                             # The session goes behind the others: its leases need the room that theirs take.
                             waiting.append(queued)
                             continue
-                        # Leases of others go back first: they may be what its own lease has no room beside.
+                        # Leases of other sessions go back first: the session may lack the room that they
+                        # take.
                         if queued.start is None:
                             _wait_for_all(batch)
                         started = self._started(queued, begin_ns)
@@ -332,7 +333,7 @@ class TransformersBatchEngine(TransformersEngine):
             for active, ids in chosen
         ]
         tokens = [token for _, ids in chosen for token in ids]
-        # Within the model's turn: the saver files captured rows under the pass that is announced.
+        # The model's turn is held: the saver files captured rows under the announced pass.
         with self._model_turns, saver.passing(slices, tokens):
             self._attend_by(ATTENTION)
             logits = self._packed.step([Work(active.cache, ids) for active, ids in chosen])
@@ -341,7 +342,7 @@ class TransformersBatchEngine(TransformersEngine):
 
 
 def _wait_for_all(batch: Sequence[_Waiting]) -> None:
-    """Until no restore is under way; then nobody holds a lease."""
+    """Wait until no restore is under way, and give all leases back."""
     for queued in batch:
         queued.is_restored()
     for queued in batch:
@@ -361,14 +362,14 @@ def _chosen(batch: Sequence[_Running]) -> list[tuple[_Running, list[int]]]:
 
 
 def _take(active: _Running, token: int, begin_ns: int) -> None:
-    """A session's pass is over: where all of it has been computed, this token is the next of its reply."""
+    """End a session's pass. When all its tokens are computed, this token is the next of its reply."""
     # Logits in the middle of a prefill are nobody's next token.
     if active.waiting or active.is_answered:
         return
     turn = active.turn
     turn.first_token_ns = turn.first_token_ns or perf_counter_ns() - begin_ns
     turn.token_ids.append(token)
-    # The last one goes through the model, too: then the session holds the whole turn.
+    # The last token goes through the model, too: then the session holds the whole turn.
     active.waiting.append(token)
     active.is_answered = token in active.ends or len(turn.token_ids) == active.request.max_new_tokens
 

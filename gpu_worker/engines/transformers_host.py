@@ -9,9 +9,9 @@ When a layer begins, what the layer behind it needs is already on its way:
                             tokens [0, l) from inputs, [l, n) as they are
 ```
 
-Any pass of the model may use it as its cache, prefill too: what is new is appended on the host. One sequence,
+Any pass of the model may use it as its cache, prefill too: new tokens are appended on the host. One sequence,
 full attention, one thread. On a GPU the host's memory is pinned, and copies go into a stream of their own.
-Worst case: a pass that breaks midway; then the cache refuses further passes, and is thrown away.
+Worst case: a pass that breaks midway. Then the cache refuses further passes, and is thrown away.
 """
 
 import time
@@ -37,14 +37,14 @@ from gpu_worker.planning.decoding import DecodeRates
 from gpu_worker.planning.plan import Method
 
 Splitter = Callable[[int], int]
-"""Tokens of history -> how many of them are projected from layer inputs, in each layer of a pass."""
+"""Tokens of history -> how many of them each layer of a pass projects from layer inputs."""
 Transfer = Callable[[Tensor, Tensor], None]
 """(rows on the host, where they go on the device): called on the copying lane."""
 COPY_TIMEOUT_S = 60.0
 
 
 def transfer(rows: Tensor, place: Tensor) -> None:
-    """Copy; on a GPU without waiting for it."""
+    """Copy rows. A GPU does so without a wait."""
     place.copy_(rows, non_blocking=True)
 
 
@@ -75,7 +75,7 @@ class _Coming(NamedTuple):
 def check_host(adapter: Adapter) -> None:
     """Raise UnsupportedArchitecture for models whose layers are not all full attention with K and V.
 
-    Of two layers at least.
+    The model has two layers at least.
     """
     if adapter.is_recurrent:
         raise refuse(adapter.model, "its layers keep states, for which a cache on the host has no room")
@@ -85,7 +85,7 @@ def check_host(adapter: Adapter) -> None:
         raise refuse(adapter.model, "a layer with a window keeps few tokens, which fit the device")
     if adapter.kind is not StateKind.KV or StateKind.HIDDEN not in adapter.kinds:
         raise refuse(adapter.model, "its K and V do not come back from its layers' inputs")
-    # The next layer comes while one is computed. If it were the same one, its new rows would be missing.
+    # The next layer comes while one is computed. If both were the same layer, its new rows would be missing.
     if len(adapter.layers) < 2:
         raise refuse(adapter.model, "it has no second layer that could come while the first is computed")
 
@@ -160,15 +160,16 @@ class HostCache(Cache):
         if self._layer >= 0 or count > self.capacity or keys.shape[2] != count or values.shape[2] != count:
             raise InvalidArgument(field="tokens", problem=f"{count} of a layer cannot be put into this cache")
         self._inputs[layer][:count] = inputs
-        # With their positions, unlike rows of the store: attention takes them at every step as they are.
+        # The halves have their positions, unlike rows of the store: attention takes them as they are at every
+        # step.
         self._rows[layer][:count] = self._joined(keys, values)
         self.token_count = count
 
     def restore(self, rows: SessionRows, token_count: int) -> None:
         """Put the first tokens of a session in, from its layer inputs, and from K and V where it has them.
 
-        On the host all of it; the caller keeps the lease until this returns. Raises what reading raises, and
-        InvalidArgument(field="streams") for a session without layer inputs.
+        The whole cache is on the host. The caller keeps the lease until this returns. Raises what reading
+        raises, and InvalidArgument(field="streams") for a session without layer inputs.
         """
         held = set(rows.session.streams())
         for layer in range(len(self.layers)):
@@ -192,11 +193,10 @@ class HostCache(Cache):
         self.token_count = token_count
 
     def measured(self, *, repeat_count: int = 5) -> DecodeRates:
-        """The times of a layer here, copied and projected with the tokens that are held.
+        """The times of one layer, copied and projected with the present tokens.
 
-        The least of `repeat_count` times: others who use the machine only add to it.
-        `layer_s` and `attention_s` are 0: what a layer takes besides is not measured. Raises
-        IncompleteRestore for an empty cache.
+        The least of `repeat_count` times counts: other users of the machine only add to it. `layer_s` and
+        `attention_s` are 0: they are not measured. Raises IncompleteRestore for an empty cache.
         """
         count = self.token_count
         if not count:
@@ -220,19 +220,19 @@ class HostCache(Cache):
     def _begin_of(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         # Any: a hook sees whatever the model passes to its layer, and families name the cache in their way.
         def hook(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A pass of the same model over another cache is none of this one's.
+            # The pass may be over another cache.
             if any(value is self for value in (*args, *kwargs.values())):
                 self._begin(layer, args[0] if args else kwargs["hidden_states"])
 
         return hook
 
     def _begin(self, layer: int, inputs: Tensor) -> None:
-        """A layer begins: project what is to be projected, and have the next layer come."""
+        """Begin a layer: project its share, and have the next layer come."""
         if len(inputs) != 1:
             raise UnsupportedBatch(batch_size=len(inputs))
         new_count = inputs.shape[1]
-        # Behind the layer before, or behind the last one: a
-        # pass that broke midway leaves another number for good.
+        # The layer follows the one before, or the last one. A pass that broke midway leaves another number
+        # for good.
         if self._layer not in (layer - 1, layer - 1 + len(self.layers)):
             raise IncompleteRestore(layer=layer, row_count=self._layer, token_count=self.token_count)
         if self.token_count + new_count > self.capacity:
@@ -246,10 +246,10 @@ class HostCache(Cache):
             inputs[0], non_blocking=True
         )
         is_last = layer + 1 == len(self.layers)
-        # Behind the last layer the next pass begins, with what is new in this one.
+        # Behind the last layer the next pass begins, with the new tokens of this one.
         after = self.token_count + (new_count if is_last else 0)
         self._coming = self._have_come(0 if is_last else layer + 1, after)
-        # On the engine's stream: the projection waits for the inputs alone, while K and V still come.
+        # The projection runs on the engine's stream: it waits for the inputs alone, while K and V still come.
         if current.split:
             current.inputs.wait(Deadline.after_s(COPY_TIMEOUT_S))
             self._project(layer, current.slot, current.split)
@@ -258,7 +258,7 @@ class HostCache(Cache):
         """Begin to copy a layer into the slot whose layer has been computed."""
         slot = self._slots[self._turn % len(self._slots)]
         self._turn += 1
-        # Asked for each layer: the rates may have been measured anew between two passes.
+        # Each layer asks: the rates may have been measured anew between two passes.
         split = self.split(token_count)
         if not 0 <= split <= token_count:
             raise InvalidArgument(field="split", problem=f"{split} of {token_count} tokens")
@@ -275,7 +275,7 @@ class HostCache(Cache):
             token_count,
             split,
             self._lane.submit(copy(inputs, slot.inputs[:split]), after=[before], deadline=deadline),
-            # Behind the inputs on one lane: the projection begins while these are under way.
+            # The rows follow the inputs on one lane: the projection begins while they are under way.
             self._lane.submit(copy(rows, slot.rows[split:token_count]), deadline=deadline),
         )
 
@@ -288,12 +288,12 @@ class HostCache(Cache):
         return torch.cat([half[0].transpose(0, 1).flatten(1) for half in (keys, values)], dim=1)
 
     def _attended(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens; those of the new ones are kept."""
+        """Keys and values of all tokens. Those of the new tokens are kept."""
         current = self._current
         if current is None or layer != self._layer:
             raise IncompleteRestore(layer=layer, row_count=0, token_count=self.token_count)
         begin, end = self.token_count, self.token_count + keys.shape[2]
-        # Only now: the projection has had the time of the copy.
+        # The wait comes here, since the projection has had the time of the copy.
         current.rows.wait(Deadline.after_s(COPY_TIMEOUT_S))
         rows = current.slot.rows
         rows[begin:end] = self._joined(keys, values)
@@ -310,7 +310,7 @@ class HostCache(Cache):
     # -- measuring ---------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Let nothing be under way; the next pass copies its first layer anew."""
+        """Wait until nothing is under way. The next pass copies its first layer anew."""
         coming, self._coming = self._coming, None
         if coming is not None:
             coming.rows.wait(Deadline.after_s(COPY_TIMEOUT_S))

@@ -50,7 +50,7 @@ PARTS_AT_A_TIME = 4
 """Parts of a file that are in memory at a time."""
 KEY_BYTES = 32
 DRAIN_S = 10.0
-"""How long the end of the process waits for what is still to be saved."""
+"""How long the end of the process waits for unsaved files."""
 
 
 # A conversation in the store:
@@ -62,7 +62,7 @@ DRAIN_S = 10.0
 #     crash   between any two: the old conversation, none, or the new one; never a mixture
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """The block under a session's own key: which blocks are the slot's file, in order, and what they give."""
+    """The block under a session's own key: the slot's file's blocks, in order, its size and its digest."""
 
     size_bytes: int
     digest: str
@@ -83,14 +83,14 @@ class SlotRecord:
         return record if is_ours and {len(key) for key in keys} == {KEY_BYTES} else None
 
     def to_bytes(self) -> bytes:
-        """The block."""
+        """The bytes of the block."""
         facts = {"size_bytes": self.size_bytes, "digest": self.digest, "token_count": self.token_count}
         return json.dumps(facts | {"keys": [key.hex() for key in self.keys]}).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """A slot's file that is still to be saved, and its size when it was handed over."""
+    """A slot's file that waits to be saved, and its size when it was handed over."""
 
     file: FileIO
     size_bytes: int
@@ -123,13 +123,13 @@ class SlotKeeper:
         return hashlib.sha256(b"session " + session_id(session).encode()).digest()
 
     def restore(self, session: str, file: FileIO) -> int:
-        """Write a session's file, whole and verified; its tokens, or 0 where the store has none.
+        """Write a session's file, whole and verified; its token count, or 0 where the store has none.
 
-        Waits a moment for what is still to be saved of this session.
+        Waits a moment for the session's unsaved file.
         """
         with self._changed:
             self._changed.wait_for(
-                # A turn that comes right behind another one would find the state before that.
+                # A turn that follows another at once would find the earlier state.
                 lambda: session not in self._pending and session != self._saved,
                 self._settings.store_timeout_s,
             )
@@ -145,7 +145,7 @@ class SlotKeeper:
         saving = _Saving(file, os.fstat(file.fileno()).st_size, token_count)
         with self._changed:
             older = self._pending.get(session)
-            # Each file is a whole state on disk: more of them than the directory has room for must not wait.
+            # Each file is a whole state on disk: only as many may wait as the directory has room for.
             is_full = older is None and len(self._pending) >= 2 * self._settings.slot_count
             if is_full:
                 older = saving
@@ -155,12 +155,12 @@ class SlotKeeper:
         if is_full:
             self.reasons.tell(session, "is not saved, too many others wait", len(self._pending))
         if older is not None:
-            # The file that is not saved: the older one of the session, or the new one where too many wait.
+            # One file is not saved: the session's older one, or the new one where too many wait.
             older.file.close()
 
     @contextmanager
     def _told(self, session: str, what: str) -> Iterator[None]:
-        """Within it whatever fails ends with its reason told."""
+        """Log any failure within the block, with its reason."""
         try:
             yield
         except CacheError as error:
@@ -171,18 +171,18 @@ class SlotKeeper:
         except OSError as error:
             self.reasons.tell(session, f"{what}, no file", error)
         except Exception as error:
-            # What a store holds was written by anybody, and must end neither a request nor the thread.
+            # Anybody may have written the store's bytes: they must end neither a request nor the thread.
             log.exception("a conversation %s", what)
             self.reasons.tell(session, f"{what}, an error of ctxcache", repr(error))
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is to be saved, or the time is over; whether nothing is."""
+        """Wait until every file is saved, or the time is over. Returns whether every file is saved."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending and self._saved is None, timeout_s)
 
     def close(self) -> None:
-        """Save what is left, for a bounded time, and end."""
-        # Bounded twice: a store that hangs must not keep the process from ending.
+        """Save the remaining files, for a bounded time, and end."""
+        # The wait is bounded twice: a store that hangs must not keep the process from ending.
         self.drain(DRAIN_S)
         with self._changed:
             self._is_closed = True
@@ -208,7 +208,7 @@ class SlotKeeper:
 
     def _put(self, client: Client, space: BlockSpace, session: str, saving: _Saving) -> None:
         size_bytes, digest = saving.size_bytes, xxh3_128()
-        # Keys of their own each time: a block never changes, and an older file's blocks are never mixed in.
+        # Each save has keys of its own: a block never changes, and an older file's blocks are never mixed in.
         keys = tuple(os.urandom(KEY_BYTES) for _ in range(0, size_bytes, PART_BYTES))
         durability = Durability[self._settings.durability.upper()]
         put = partial(client.blocks.put, space, ttl_s=self._settings.ttl_s, durability=durability)
@@ -218,11 +218,12 @@ class SlotKeeper:
                 part = _read(saving.file, begin, min(PART_BYTES, size_bytes - begin))
                 digest.update(part)
                 put({part_key: part})
-            # Record last: a crash before it leaves blocks that nothing names, which are evicted in time.
+            # The record comes last: a crash before it leaves blocks without a record, which are evicted in
+            # time.
             client.blocks.delete(space, [key])
             put({key: SlotRecord(size_bytes, digest.hexdigest(), saving.token_count, keys).to_bytes()})
         except (CacheError, NotWhole) as error:
-            # A store that is gone would let each of these deletes wait for its timeout.
+            # With a store that is gone each of these deletes would wait for its timeout.
             if not isinstance(error, GONE):
                 with suppress(CacheError):
                     client.blocks.delete(space, keys)
@@ -232,7 +233,7 @@ class SlotKeeper:
 
 
 class NotWhole(Exception):
-    """A slot's file is not what it should be; the message says in what."""
+    """A slot's file is not whole or not the saved one; the message says why."""
 
 
 def tokens_in(file: FileIO) -> npt.NDArray[np.int32]:
@@ -258,7 +259,7 @@ def _record(client: Client, space: BlockSpace, session: str) -> SlotRecord | Non
 
 
 def _old_record(client: Client, space: BlockSpace, session: str) -> SlotRecord | None:
-    """The record that a new one takes the place of; None where it cannot be read, and is replaced as well."""
+    """The record that a new one replaces; None where it cannot be read."""
     try:
         return _record(client, space, session)
     except GONE:
@@ -287,7 +288,7 @@ def _load(client: Client, space: BlockSpace, session: str, file: FileIO) -> int:
         for i, part in enumerate(parts, begin):
             digest.update(part.data)
             _write(file, i * PART_BYTES, part)
-    # llama.cpp aborts its process on half a file: anything but the whole is as good as nothing.
+    # llama.cpp aborts its process on half a file: only the whole file is given out.
     if digest.hexdigest() != record.digest:
         raise NotWhole("its parts are not those that were saved together")
     return record.token_count
@@ -337,18 +338,18 @@ class LlamaServer:
         # Port 0: the system chooses, and only this process knows which one.
         parameters.hostnames, parameters.port = ["127.0.0.1"], 0
         parameters.n_parallel, parameters.n_ctx = settings.slot_count, settings.context_tokens
-        # By the number of a descriptor of this process: such files have no name that others could open.
+        # Descriptors of this process name the files, so that nobody else can open them.
         parameters.slot_save_path = "/proc/self/fd/"
         parameters.endpoint_slots = True
-        # The store is what keeps conversations that have no slot.
+        # The store keeps conversations that have no slot.
         parameters.cache_ram_mib, parameters.cache_idle_slots = 0, False
         self._server = xllamacpp.Server(parameters)
         address = urlsplit(self._server.listening_address)
         if address.hostname is None or address.port is None:
             raise RuntimeError(f"llama.cpp does not listen: {self._server.listening_address}")
         self.address = address.hostname, address.port
-        # All parameters count but those that are known not to:
-        # a new one of llama.cpp counts until it is listed.
+        # All parameters count but those that are known not to: a new parameter of llama.cpp counts until it
+        # is listed.
         scalars = {name: getattr(parameters, name) for name in dir(parameters) if name not in NEUTRAL}
         self._facts = {
             "llama.cpp": [xllamacpp.__version__, xllamacpp.BUILD_INFO],
@@ -369,7 +370,7 @@ class LlamaServer:
         spec = model_of(self._name, "llamacpp", f"files:{digest.hexdigest()}", facts)
         model = client.models.register(spec)
         space = BlockSpace(model.spec.fingerprint(), layout_tag="llama.cpp slot")
-        # For its error: a space that may not be used refuses the link now, and not the first save.
+        # The look-up is for its error: a space that may not be used refuses the link now, not the first save.
         client.blocks.look_up(space, [space.model_fingerprint])
         return space
 
@@ -404,9 +405,9 @@ class LlamaServer:
         return answer
 
     def save(self, slot: int, file: FileIO) -> int:
-        """Write a slot's state into a file; its tokens. Raises LlamaRefused, NotWhole, OSError."""
+        """Write a slot's state into a file; its token count. Raises LlamaRefused, NotWhole, OSError."""
         said = self._slot(slot, "save", file)
-        # Behind it: what the slot has was computed by now.
+        # The check follows the save: the slot's state was computed before it.
         self._check_files()
         if os.fstat(file.fileno()).st_size != said["n_written"]:
             raise NotWhole(f"of {said['n_written']} bytes not all are in the slot's file")

@@ -52,18 +52,18 @@ log = logging.getLogger(__name__)
 START_S = 2.0
 """How long LMCache's start waits for the store."""
 LOCK_S = 60.0
-"""How long a chunk that was looked up is held at most."""
+"""How long a looked-up chunk is held at most."""
 MOST_LOCKS = 256
-"""Look-ups whose chunks are held; beyond, the oldest one's are let go."""
+"""Look-ups whose chunks are held. With one more the oldest look-up's chunks are let go."""
 MOST_CHUNK_BYTES = 1 << 30
-"""A larger chunk is not there: the names of all its blocks, in each way, would take too long to make."""
+"""A larger chunk counts as missing: the names of all its blocks, in each way, would take too long to make."""
 MOST_GROUPS = 4096
 """Groups of chunks, by model and rank, whose layouts are known."""
 SOON_S = 0.001
-"""How long LMCache's loop itself waits for the answer to a look-up: most take less than two threads do."""
+"""How long LMCache's loop itself waits for a look-up's answer: most take less than a change of threads."""
 TAG = "lmcache chunk"
 Ways = list[list[bytes]]
-"""The keys of a chunk's blocks, in each way in which it may be there."""
+"""The keys of a chunk's blocks, in each way in which the chunk may be stored."""
 Result = TypeVar("Result")
 
 
@@ -87,11 +87,11 @@ class _Tasks(Generic[Result]):
 
     @property
     def waiting_count(self) -> int:
-        """Tasks that were submitted and did not end."""
+        """Tasks that were submitted and have not ended."""
         return self._waiting_count
 
     def submit(self, work: Callable[[], Result], otherwise: Result) -> int:
-        """Begin a task, whose result is `otherwise` if it fails; its number."""
+        """Begin a task, whose result is `otherwise` if it fails. Returns its number."""
         number = next(self._numbers)
         with self._lock:
             self._waiting_count += 1
@@ -117,24 +117,24 @@ class _Tasks(Generic[Result]):
             return self._ended.pop(number, None)
 
     def take_all(self) -> dict[int, Result]:
-        """The results that nobody has taken."""
+        """The results that were not taken."""
         with self._lock:
             ended, self._ended = self._ended, {}
             return ended
 
     def close(self) -> None:
-        """Wait for what runs, leave out what waits, close the descriptor."""
+        """Wait for running tasks, drop waiting ones, close the descriptor."""
         self._threads.shutdown(cancel_futures=True)
         with self._lock:
-            # Under the lock: a task that ends now must not write
-            # to a descriptor that is closed, or another's by then.
+            # The lock is held: a task that ends now must not write to a closed descriptor, or another's by
+            # then.
             self._is_closed = True
             os.close(self.descriptor)
 
     def _end(self, number: int, done: "Future[Result]", otherwise: Result) -> None:
         is_result = not done.cancelled() and done.exception() is None
         if not done.cancelled() and (error := done.exception()) is not None:
-            # The task has to end: LMCache waits for it.
+            # The task ends all the same, for LMCache waits for it.
             log.error("a task of the context store", exc_info=error)
         with self._lock:
             self._waiting_count -= 1
@@ -147,7 +147,7 @@ class _Tasks(Generic[Result]):
 
 
 class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
-    """The adapter. Thread-safe; nothing but the start, `close` and, for SOON_S, a look-up waits."""
+    """The adapter. Thread-safe. Only the start, `close` and, for SOON_S, a look-up wait."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         """`params`: the fields of ChunkSettings. Raises Refused."""
@@ -159,7 +159,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         self._stores: _Tasks[L2StoreResult] = _Tasks("store", THREADS)
         self._lookups: _Tasks[Bitmap] = _Tasks("lookup", 1)
         self._loads: _Tasks[Bitmap] = _Tasks("load", THREADS)
-        # LMCache asks at once, and again for nothing that it did not find.
+        # LMCache asks at once, and does not ask again for chunks that it did not find.
         self._link.wait(START_S)
 
     # -- events -------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         """Store chunks."""
         failed = L2StoreResult(success=False, bytes_transferred=0)
         if self._stores.waiting_count >= MOST_STORES:
-            # A number all the same, since LMCache waits for one.
+            # A refused task has a number too, since LMCache waits for one.
             return self._stores.submit(lambda: failed, failed)
         return self._stores.submit(lambda: self._store(keys, objects), failed)
 
@@ -208,7 +208,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         def looked_soon() -> Bitmap | None:
             return looked() if begun.is_over(SOON_S) else None
 
-        # Where others wait the store is slow.
+        # Waiting look-ups mean that the store is slow.
         soon = None if self._lookups.waiting_count else self._link.tried(looked_soon, nothing)
         if soon is not None:
             return self._lookups.ended(soon)
@@ -219,7 +219,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: "list[ObjectKey]") -> None:
-        """Let chunks go."""
+        """Give chunks back."""
         self._locks.give_back(keys)
 
     def submit_load_task(self, keys: "list[ObjectKey]", objects: "list[MemoryObj]") -> int:
@@ -233,7 +233,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
     def delete(self, keys: "list[ObjectKey]") -> None:
         """Delete chunks, of groups of which this process has stored or loaded one.
 
-        Of others the layout is not known; the store lets go of them as of what nobody asks for.
+        The layout of other groups is not known. The store evicts their chunks in time.
         """
 
         def delete(client: Client, weights: Weights) -> None:
@@ -317,9 +317,9 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         answered: Sequence[FoundBlock],
         holds: "list[Hold]",
     ) -> list[bool]:
-        """Which chunks are there, whose blocks were looked up in this order; what holds them is kept."""
+        """Whether each chunk is there, by the answers for its blocks in this order. The holds are kept."""
         blocks = iter([one.state is LookupState.HIT for one in answered])
-        # All blocks of each chunk are taken, also behind the first that is not there.
+        # All blocks of each chunk are read, also behind the first missing one.
         found = [True in [False not in [next(blocks) for _ in way] for way in ways] for ways in names]
         self._locks.hold(holds, [key for key, is_found in zip(keys, found, strict=True) if is_found])
         return found
@@ -328,7 +328,7 @@ class CtxcacheL2(L2AdapterInterface):  # type: ignore[misc]  # untyped package
         def load(client: Client, weights: Weights) -> list[bool]:
             are_loaded = [False] * len(keys)
             for space, places in _by_space(keys, weights).items():
-                # Of each chunk its own, also where two have one key: each is memory that is handed out.
+                # Each chunk is loaded by itself, also where two have one key: each has memory of its own.
                 own = [
                     (i, key, block)
                     for i in places
@@ -360,13 +360,13 @@ class _Layout(NamedTuple):
     facts: str
     size_bytes: int
     is_plain: bool
-    """Whether it is bytes and no more, as what LMCache has compressed."""
+    """Whether the chunk is plain bytes, as LMCache's compressed chunks are."""
     is_compressed: bool = False
-    """Whether `facts` are of what was compressed."""
+    """Whether `facts` describe the chunk before compression."""
 
     @classmethod
     def of_chunk(cls, chunk: "MemoryObj", size_bytes: int) -> Self:
-        """Of a chunk's memory."""
+        """The layout of a chunk's memory."""
         try:
             shapes, types = chunk.get_shapes(), chunk.get_dtypes()
         # Memory of one tensor has no lists.
@@ -376,7 +376,7 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of_group(cls, desc: "MemoryLayoutDesc") -> Self:
-        """By what LMCache says of a group."""
+        """The layout that LMCache tells of a group."""
         sizes = [
             shape.numel() * dtype.itemsize for shape, dtype in zip(desc.shapes, desc.dtypes, strict=True)
         ]
@@ -384,8 +384,8 @@ class _Layout(NamedTuple):
         return cls(_facts(desc.shapes, desc.dtypes), sum(sizes), plain)
 
     def compressed(self, size_bytes: int) -> "_Layout":
-        """Of a chunk of this layout that was compressed to so many bytes."""
-        # Of as many blocks all are alike, whatever their sizes.
+        """The layout of a chunk that was compressed to so many bytes."""
+        # Chunks of as many blocks are alike, whatever their sizes.
         count = max(-(-size_bytes // MOST_BLOCK_BYTES), 1)
         return _Layout(self.facts, count * MOST_BLOCK_BYTES, is_plain=True, is_compressed=True)
 
@@ -411,7 +411,7 @@ class _Layouts:
         """By rank and group."""
 
     def of_chunk(self, key: "ObjectKey", layout: _Layout) -> _Layout:
-        """The layout of a chunk that lies so in memory: compressed, where its group is more than bytes."""
+        """The layout of a chunk in memory: the compressed one, where its group has shapes and types."""
         told = self._told.get(_group(key))
         if told is not None and layout.is_plain:
             layout = told.compressed(layout.size_bytes)
@@ -419,7 +419,7 @@ class _Layouts:
         return layout
 
     def names(self, keys: "Sequence[ObjectKey]", descs: "Mapping[int, MemoryLayoutDesc]") -> list[Ways]:
-        """The keys of each chunk's blocks; no way where nothing is known of its group."""
+        """The keys of each chunk's blocks; empty where its group is not known."""
         given_of = {group: _Layout.of_group(desc) for group, desc in descs.items() if desc.shapes}
         return [self._ways(key, given_of.get(key.object_group_id)) for key in keys]
 
@@ -434,14 +434,14 @@ class _Layouts:
         if told is None or (seen is not None and not seen.is_plain):
             layout = given or seen
             return [] if layout is None else [self.names_of(key, layout)]
-        # Compressed, a chunk has at most one block more than it had before.
+        # A compressed chunk has at most one block more than before.
         sizes = range(MOST_BLOCK_BYTES, told.size_bytes + 2 * MOST_BLOCK_BYTES, MOST_BLOCK_BYTES)
         layouts = [told.compressed(size_bytes) for size_bytes in sizes]
         is_known = seen is not None and seen.is_compressed
         return [self.names_of(key, layout) for layout in (layouts if is_known else [told, *layouts])]
 
     def names_of(self, key: "ObjectKey", layout: _Layout) -> list[bytes]:
-        """The keys of the blocks of a chunk that lies so."""
+        """The keys of the blocks of a chunk of this layout."""
         kind = key.kv_rank, key.object_group_id, layout
         names = self._names.get(kind)
         if names is None:
@@ -473,22 +473,22 @@ class _Locks:
         """Of each look-up the keys that are still to be unlocked, and what holds them; the oldest first."""
 
     def hold(self, holds: "list[Hold]", keys: "Sequence[ObjectKey]") -> None:
-        """Keep what a look-up holds for the chunks of `keys`, until they are unlocked."""
+        """Keep a look-up's holds for the chunks of `keys`, until they are unlocked."""
         with self._lock:
-            # Also one of no chunk: half of a chunk may be there.
+            # A hold may be of no whole chunk: half of a chunk may be there.
             if not keys:
                 _release(holds)
             elif holds:
                 self._held.append((Counter(keys), holds))
             while len(self._held) > MOST_LOCKS:
-                # The oldest look-up is likeliest to be of no use any more.
+                # The oldest look-up is the likeliest to be out of use.
                 _release(self._held.pop(0)[1])
 
     def give_back(self, keys: "Sequence[ObjectKey]") -> None:
-        """One look-up of each of these needs it no more."""
+        """End one look-up's hold of each of these chunks."""
         with self._lock:
             left = Counter(keys)
-            # The oldest one first: two look-ups of a chunk hold it twice, and each unlock lets one go.
+            # The oldest look-up comes first: two look-ups of a chunk hold it twice, and each unlock ends one.
             for waiting, holds in self._held:
                 given = waiting & left
                 waiting.subtract(given)
@@ -500,7 +500,7 @@ class _Locks:
             self._held = [one for one in self._held if one[0].total()]
 
     def close(self) -> None:
-        """Release all."""
+        """Release all leases."""
         with self._lock:
             for _, holds in self._held:
                 _release(holds)
@@ -513,7 +513,7 @@ def _release(holds: "list[Hold]") -> None:
 
 
 def _by_space(keys: "Sequence[ObjectKey]", weights: Weights) -> dict[BlockSpace, list[int]]:
-    """The numbers of the keys that are looked for in each space: a model's, and of one salt."""
+    """The numbers of the keys of each space. A space is of one model and one salt."""
     spaces: dict[tuple[str, str], list[int]] = {}
     for i, key in enumerate(keys):
         spaces.setdefault((key.model_name, key.cache_salt), []).append(i)
@@ -530,7 +530,7 @@ def _loaded(client: Client, space: BlockSpace, blocks: "Sequence[tuple[bytes, By
     try:
         return list(client.blocks.load(space, keys, memory))
     except InvalidArgument:
-        # One of them was compressed to another size: the others are there.
+        # One block was compressed to another size: the others are loaded.
         found = client.blocks.look_up(space, keys)
     fitting = [i for i, answer in enumerate(found) if answer.size_bytes == memory[i].nbytes]
     loaded: list[Any] = [None] * len(keys)
