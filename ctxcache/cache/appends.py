@@ -496,9 +496,8 @@ class Appends:
         return None if slots is None else (last, row, list(zip(layouts, slots, strict=True)))
 
     def _next_position(self, reservation: Reservation) -> int:
-        """The position of the first token behind the reservation's end."""
-        # The position is one in the log, which differs from the token index after a truncation. Rows at the
-        # index would overwrite others.
+        """The position after the reservation's last one."""
+        # A position of the log, which is more than the number of tokens after a truncation.
         return reservation.session.log_end + reservation.end - reservation.committed
 
     async def extend(self, reservation: Reservation, token_count: int) -> None:

@@ -296,7 +296,7 @@ class _Loader:
         self._repairs.deleted_segment_ids += [segment.segment_id for segment in unlisted]
 
     def _cut(self, session: Session, gap: int) -> None:
-        problem = "the record of a segment is gone"
+        problem = "no segment holds these tokens"
         self._losses.append(Bad(0, session.tenant, (session.name,), gap, session.log_end, "", 0, problem))
         self._state.counters.corrupt_segment_count += 1
         session.drop_positions(((gap, session.log_end),))

@@ -338,8 +338,8 @@ class Sessions:
             live=ranges.select(source.live, 0, kept),
         )
         fork.segments = source.segments_of(fork.live)
-        # The log ends behind the last shared segment, not behind the last kept token: rows there are the
-        # source's.
+        # The log ends with the last shared segment, and not with the last kept token: the rows between them
+        # are the source's.
         fork.log_end = max((s.end for s in fork.segments), default=0)
         fork.recorded_end = fork.durable_end = fork.log_end
         fork.path, fork.copy_path, fork.copies = source.path, source.copy_path, source.copies

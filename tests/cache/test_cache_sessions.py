@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, TENANT, MemoryRig, Writer, expected
+from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, TENANT, DiskRig, MemoryRig, Token, Writer, expected
 from fakes import Operation
 
 from ctxcache.cache.appends import Reservation
@@ -197,6 +197,29 @@ async def test_a_change_that_was_meant_for_another_generation_is_refused(
 
     assert rig.names() == {"a"}
     assert await rig.read("a") == expected(tokens)
+
+
+async def test_tokens_appended_after_a_truncation_are_read_where_they_are(
+    disk_rig: DiskRig, writer: Writer
+) -> None:
+    """Whichever were dropped, in whichever range they are read, before a restart and after it."""
+    dropped = {"middle": (10, 30), "newest": (70, 100), "first": (0, 64)}
+    tokens: dict[str, list[Token]] = {}
+    for name, (begin, end) in dropped.items():
+        await disk_rig.create(name)
+        written, appended = writer.make(100), writer.make(150)
+        await disk_rig.append(name, written)
+        await disk_rig.truncate(name, (begin, end))
+        await disk_rig.append(name, appended, is_durable=True)
+        tokens[name] = [*written[:begin], *written[end:], *appended]
+
+    for is_again in (False, True):
+        if is_again:
+            await disk_rig.restart()
+        for name, expected_tokens in tokens.items():
+            for begin in range(0, len(expected_tokens), 40):
+                end = min(begin + 55, len(expected_tokens))
+                assert await disk_rig.read(name, begin, end) == expected(expected_tokens[begin:end])
 
 
 async def test_truncation_is_checked_before_anything_changes(rig: MemoryRig, writer: Writer) -> None:

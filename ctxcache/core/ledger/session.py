@@ -331,7 +331,7 @@ class Session:
     def growing_tail(self) -> Segment | None:
         """The last segment while rows may still be appended to it."""
         tail = self.segments[-1] if self.segments else None
-        # After a drop of the newest tokens the log's end is behind the tail's: rows are never used twice.
+        # After a drop of the newest tokens the log ends later than the tail: positions are never used twice.
         if tail is None or not tail.is_growing or tail.end != self.log_end:
             return None
         return None if tail.is_full else tail
@@ -436,14 +436,13 @@ class Session:
             while position < high:
                 segment = segments[i]
                 i += 1
-                # Where two segments hold a position, the later one does: a truncation of the newest tokens
-                # leaves the rows in the earlier segment, and the writer puts new ones into a segment that
-                # begins inside it.
+                # Where two segments hold a position, the later one has its row. Only an adoption makes such
+                # segments: the source's last segment has more rows than were adopted, and the session's own
+                # first one begins inside it.
                 #
-                #     segment 1   [0 ......... 63]
-                #     segment 2            [40 ......... 103]    after tokens 40 .. 63 were dropped
+                #     segment 1   [0 ......... 63]               the source's, of which 40 tokens were adopted
+                #     segment 2            [40 ......... 103]    the session's own
                 #     pieces      [0 .. 39][40 ......... 103]
-                # A piece ends where the next segment begins: a position belongs to its last writer.
                 stop = min(high, segment.begin + segment.row_count)
                 if i < len(segments) and segments[i].begin < stop:
                     stop = segments[i].begin
@@ -531,7 +530,7 @@ class Session:
         """Begin with the source's first tokens, which are durable. The session never had any."""
         self.live, self.token_count = ((0, token_count),), token_count
         self.segments = source.segments_of(self.live)
-        # The next row replaces rows of the last segment behind these tokens, which are the source's.
+        # The session's next segment begins here, inside the source's last one: see `pieces`.
         self.log_end = self.recorded_end = self.durable_end = token_count
         self.contents = contents_within(source.contents, 0, token_count)
         self.path, self.copy_path = source.path, source.copy_path
