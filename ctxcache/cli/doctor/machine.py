@@ -22,6 +22,7 @@ from ctxcache.errors import CacheError, CapacityExceeded, TierFailure, Unavailab
 from ctxcache.format.layout import align
 from ctxcache.runtime.clock import StoreClock
 from ctxcache.runtime.memory import HUGE_PAGE_BYTES
+from ctxcache.runtime.mounts import mount_of
 from ctxcache.settings import sizes
 from ctxcache.settings.config import Settings
 from ctxcache.storage.tiers.shared_memory import free_huge_bytes
@@ -140,25 +141,12 @@ def locked_memory(rdma: Path = RDMA) -> Finding:
 
 def filesystem(path: Path) -> str:
     """Return the type of the filesystem that holds `path`."""
-    return _mount(path)[0]
+    return mount_of(path).kind or "unknown"
 
 
 def _mount_option(path: Path, option: str) -> str:
-    options = dict(item.partition("=")[::2] for item in _mount(path)[1].split(","))
+    options = dict(item.partition("=")[::2] for item in mount_of(path).options.split(","))
     return options.get(option, "never")
-
-
-def _mount(path: Path) -> tuple[str, str]:
-    """Find type and options of the mount that holds `path`: the last of those with the longest path."""
-    best, type_and_options = -1, ("unknown", "")
-    target = path.resolve()
-    for line in _lines("/proc/self/mounts"):
-        _, point, kind, options, *_ = line.split(" ")
-        # The kernel writes a blank as \040.
-        place = Path(point.encode().decode("unicode_escape"))
-        if target.is_relative_to(place) and len(place.parts) >= best:
-            best, type_and_options = len(place.parts), (kind, options)
-    return type_and_options
 
 
 def _free_bytes(directory: Path) -> int:

@@ -46,6 +46,7 @@ from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, TierFailure
 from ctxcache.format.layout import Slot
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.runtime.files import claim_directory, open_private
+from ctxcache.runtime.mounts import mount_of
 from ctxcache.storage.device_threads import Threads
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import Changes
@@ -156,7 +157,7 @@ class RocksDbMetadata(RocksDbRecords):
         self._beside = Threads(1, "metadata-beside", self._clock)
         """Opening and scanning the database, questions to the filesystem: no commit waits for this thread."""
         self._space_asked: Future[None] | None = None
-        self._is_remote = _kind_of_filesystem(self._path).startswith(REMOTE_FILESYSTEMS)
+        self._is_remote = mount_of(self._path).kind.startswith(REMOTE_FILESYSTEMS)
         self._waiting: list[Sequence[Entry]] = []
         """Changes of commits that came while the log was written, and what their callers wait for."""
         self._waiting_done: asyncio.Future[Future[None] | None] | None = None
@@ -746,20 +747,6 @@ def _is_passing(said: str) -> bool:
     """
     # A failed sync never passes: the lost bytes are not known.
     return "sync" not in said.lower() and any(lack in said for lack in _LACKING)
-
-
-def _kind_of_filesystem(path: str) -> str:
-    """The kernel's name of the filesystem, like `ext4`; empty where it says none."""
-    # The longest mount point that the path lies under.
-    place, longest = os.path.realpath(path) + "/", (0, "")
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            _, mounted_at, kind, *_ = line.split(" ")
-            # The kernel writes a blank as \040.
-            mounted_at = mounted_at.replace("\\040", " ").rstrip("/") + "/"
-            if place.startswith(mounted_at):
-                longest = max(longest, (len(mounted_at), kind))
-    return longest[1]
 
 
 def _check_lock(path: Path) -> None:

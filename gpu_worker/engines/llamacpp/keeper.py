@@ -399,9 +399,11 @@ class LlamaServer:
         if response.status != http.client.OK:
             raise LlamaRefused(text.decode(errors="replace"))
         try:
-            answer: dict[str, Any] = json.loads(text)
+            answer = json.loads(text)
         except ValueError as error:
             raise LlamaRefused(f"no JSON: {text[:200]!r}") from error
+        if not isinstance(answer, dict):
+            raise LlamaRefused(f"no object: {text[:200]!r}")
         return answer
 
     def save(self, slot: int, file: FileIO) -> int:
