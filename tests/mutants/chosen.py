@@ -37,7 +37,7 @@ TESTS = {
         "tests/test_status.py",
     ),
     "client": ("tests/client", "tests/clients"),
-    "engines": ("tests/gpu_worker",),
+    "engines": ("tests/gpu_worker/engines", "tests/gpu_worker/cli"),
 }
 """Where the tests of a room are."""
 Judged = dict[str, dict[str, object]]
