@@ -111,7 +111,8 @@ def _handshake_problem(
             # word.
             if is_wanted and not spoken.recv(1):
                 problem = _UNWANTED
-    except ConnectionResetError:
+    except (ConnectionResetError, BrokenPipeError):
+        # By the moment at which the server closes, reading or writing fails.
         if not is_wanted:
             return ""
         problem = _UNWANTED
