@@ -62,7 +62,8 @@ proto: setup ## Generate the Python code of proto/, and the client's plain types
 check-proto: setup
 	scripts/check_proto.sh
 
-# The store must import, serve and pass its tests where torch does not exist.
+# The store must import, serve and pass its tests where torch does not exist, in any order: the first lines
+# of pytest say the seed, and PYTEST_ARGS="-n auto --randomly-seed=N" is that order again.
 test-store: setup-store
 	@command -v node >/dev/null || echo 'NOTICE: node is not installed: the JavaScript client test will be SKIPPED' >&2
 	@command -v promtool >/dev/null || test -x .tools/promtool || echo 'NOTICE: promtool is not there: alerts and panels will be SKIPPED; scripts/get_promtool.sh fetches it' >&2
@@ -72,10 +73,10 @@ test-store: setup-store
 
 # The worker, what drives store and worker together, and the simulator's pictures.
 test-worker: setup
-	$(BIN)/python -m pytest $(WORKER_TESTS) tests/cli/test_simulate.py tests/cli/test_simulate_blocks.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -p no:randomly $(WORKER_TESTS) tests/cli/test_simulate.py tests/cli/test_simulate_blocks.py $(PYTEST_ARGS)
 
 kernels: setup ## Compile the worker's kernels for an H100, as their tests launch them; needs no GPU (a minute)
-	cd tests/gpu_worker/kernels && PYTHONPATH=.:../../.. ../../../$(BIN)/python -m pytest -q -p compile_only -p no:cacheprovider \
+	cd tests/gpu_worker/kernels && PYTHONPATH=.:../../.. ../../../$(BIN)/python -m pytest -q -p compile_only -p no:cacheprovider -p no:randomly \
 	  -c /dev/null --rootdir . --confcutdir . -o asyncio_default_fixture_loop_scope=function $(PYTEST_ARGS) .
 
 history: setup ## Let many clients change the same sessions under kills and power cuts, and check every answer (an hour; HISTORY_ARGS="--seed 7")

@@ -92,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file, path = sys.argv[1:] if arguments is None else arguments
     cover = coverage.Coverage(data_file=None, source=[str(ROOT / s) for s in SOURCES], config_file=False)
     contexts = _Contexts(cover)
-    options = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov"]
+    plugins = ("no:cacheprovider", "no:xdist", "no:cov", "no:randomly")
+    options = ["-q", "--no-header", "--tb=no", *(word for name in plugins for word in ("-p", name))]
     options += ["--hypothesis-seed=0", f"--session-timeout={LIMIT_S:.0f}"]
     cover.start()
     pytest.main([*options, file], plugins=[contexts])

@@ -142,7 +142,8 @@ def _run_tests(root: Path, said: Path, tests: Sequence[str]) -> None:
     sys.path[:] = [str(root), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
     for name in [n for n in sys.modules if n.partition(".")[0] in ("ctxcache", "gpu_worker", "tests")]:
         del sys.modules[name]
-    options = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov"]
+    plugins = ("no:cacheprovider", "no:xdist", "no:cov", "no:randomly")
+    options = ["-q", "--no-header", "--tb=no", *(word for name in plugins for word in ("-p", name))]
     # A timer in a thread: an exception out of a signal handler is swallowed by a callback of asyncio.
     options += [f"--timeout={TEST_TIMEOUT_S}", "--timeout-method=thread", "--hypothesis-seed=0"]
     sys.exit(pytest.main([*options, *tests], plugins=[FirstFailure()]))
