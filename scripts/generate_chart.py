@@ -18,9 +18,12 @@ from typing import Any
 
 import yaml
 
-from ctxcache.settings.knobs import KNOBS, Knob, KnobKind
-
 ROOT = Path(__file__).resolve().parent.parent
+# This tree's settings, whatever the environment has installed.
+sys.path.insert(0, str(ROOT))
+
+from ctxcache.settings.knobs import KNOBS, Knob, KnobKind  # noqa: E402
+
 CHART = ROOT / "helm" / "ctxcache"
 CASES = ROOT / "tests" / "helm" / "cases"
 GOLDEN = ROOT / "tests" / "helm" / "golden"

@@ -177,7 +177,7 @@ def _usage(cache: Cache, known: Iterable[Segment]) -> Iterator[str]:
 
 
 def ledger_faults(ledger: Ledger) -> Iterator[str]:
-    """Contradictions in the ledger's indices, one sentence each. Looks at everything."""
+    """Contradictions in the ledger's indices, one sentence each. Revives no dormant session."""
     if {*ledger.names.sessions.values(), *ledger.names.blocks} != set(ledger.names.by_uid.values()):
         yield "sessions and blocks by name and by uid differ"
     yield from _faults_of_blocks(ledger)

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64
 
 from ctxcache.client.convert import stream_from_wire
-from ctxcache.client.forks import end_in_children
+from ctxcache.client.process_forks import end_in_children
 from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CorruptSegment, InvalidArgument

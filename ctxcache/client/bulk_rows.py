@@ -24,8 +24,8 @@ from ctxcache.client.convert import (
     stream_from_wire,
     stream_to_wire,
 )
-from ctxcache.client.forks import end_in_children
 from ctxcache.client.messages import read_session_info
+from ctxcache.client.process_forks import end_in_children
 from ctxcache.client.rows import Landing, OpenRead, RowPiece, RowTransport
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Wire

@@ -19,8 +19,8 @@ from typing import SupportsIndex
 import grpc
 
 from ctxcache.client.convert import duration
-from ctxcache.client.forks import end_in_children, of_parent
 from ctxcache.client.messages import read_session_event
+from ctxcache.client.process_forks import end_in_children, of_parent
 from ctxcache.client.types import SessionEvent, seconds
 from ctxcache.client.wire import Closing, Wire
 from ctxcache.errors import (

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from ctxcache.client.forks import end_in_children
+from ctxcache.client.process_forks import end_in_children
 from ctxcache.errors import TooManyRequests, Unavailable
 
 LIMIT = 4096

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import grpc
 
 from ctxcache.client.access import PROBE, AccessStream, Begun, again, as_break, releases, unnumbered
-from ctxcache.client.forks import end_in_children, of_parent
+from ctxcache.client.process_forks import end_in_children, of_parent
 from ctxcache.client.wire import Wire, trace_parent
 from ctxcache.errors import CacheError, DeadlineExceeded, Unavailable
 from ctxcache.v1.arena_pb2 import (

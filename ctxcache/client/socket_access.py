@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2  # type: ignore[import-untyped]  # no py.typed
 
 from ctxcache.client.access import AccessStream, Begun, again, as_break, releases
-from ctxcache.client.forks import end_in_children, of_parent
+from ctxcache.client.process_forks import end_in_children, of_parent
 from ctxcache.client.wire import trace_parent
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument, Unavailable
 from ctxcache.v1.arena_pb2 import (

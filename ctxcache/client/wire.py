@@ -17,7 +17,7 @@ import grpc.experimental
 from grpc_health.v1 import health_pb2
 
 from ctxcache.client.credentials import AuthorizedChannel, ClientTls, OwnTokenFile, tls_problem
-from ctxcache.client.forks import end_in_children, of_parent
+from ctxcache.client.process_forks import end_in_children, of_parent
 from ctxcache.errors import CacheError, TlsFailed, Unavailable
 from ctxcache.format.wire_chunk import WireChunk, scan_chunk
 from ctxcache.v1 import (
