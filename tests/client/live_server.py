@@ -6,8 +6,13 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from far_side import SPEC
+
+import ctxcache
+from ctxcache.client import Client
+from ctxcache.client.routes import Access, Transport
 from ctxcache.errors import CacheError
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
@@ -85,3 +90,16 @@ def serving(settings: Settings) -> Iterator[LiveServer]:
         with contextlib.suppress(CacheError):
             made.stop()
         made.close()
+
+
+WAYS = ("local socket", "local grpc", "remote grpc")
+"""The ways that a call may take, for `connected`."""
+
+
+@contextlib.contextmanager
+def connected(live: LiveServer, way: str) -> Iterator[Client]:
+    """A client by one of WAYS, with the model of most tests."""
+    access, transport = cast("tuple[Access, Transport]", way.split())
+    with ctxcache.connect(live.target, timeout_s=10, access=access, transport=transport) as client:
+        client.models.register(SPEC)
+        yield client

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live_server import LiveServer, serving, settings_in
+from live_server import WAYS, LiveServer, connected, serving, settings_in
 
 import ctxcache
 from ctxcache.client import BlockPart, BlockSpace, Client, Durability
 from ctxcache.client.arena import MappedArena
-from ctxcache.client.routes import Access, Transport
 from ctxcache.client.ssd_files import SsdReader
 from ctxcache.client.types import BlockChange, FoundBlock, LookupState
 from ctxcache.errors import (
@@ -55,13 +54,10 @@ def live(tmp_path: Path) -> Iterator[LiveServer]:
         yield made
 
 
-@pytest.fixture(params=["local socket", "local grpc", "remote grpc"])
+@pytest.fixture(params=WAYS)
 def client(request: pytest.FixtureRequest, live: LiveServer) -> Iterator[Client]:
     """A client by each way that a call may take."""
-    access: Access
-    transport: Transport
-    access, transport = request.param.split()
-    with ctxcache.connect(live.target, timeout_s=10, access=access, transport=transport) as made:
+    with connected(live, request.param) as made:
         yield made
 
 

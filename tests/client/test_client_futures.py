@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from far_side import LAYOUT, OWN, SPEC, make_rows
-from live_server import LiveServer, serving, settings_in
+from live_server import WAYS, LiveServer, connected, serving, settings_in
 
 import ctxcache
 from ctxcache.client import BlockSpace, CallerModel, Client, MemoryRows, Scattered
 from ctxcache.client.futures import Completions
-from ctxcache.client.routes import Access, Transport
 from ctxcache.client.types import FoundBlock, LookupState
 from ctxcache.errors import InvalidArgument, ModelNotFound, TooManyRequests, Unavailable
 from ctxcache.format.streams import TOKENS
@@ -41,14 +40,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield made
 
 
-@pytest.fixture(params=["local socket", "local grpc", "remote grpc"])
+@pytest.fixture(params=WAYS)
 def client(request: pytest.FixtureRequest, live: LiveServer) -> Iterator[Client]:
     """A client by each way that a call may take."""
-    access: Access
-    transport: Transport
-    access, transport = request.param.split()
-    with ctxcache.connect(live.target, timeout_s=10, access=access, transport=transport) as made:
-        made.models.register(SPEC)
+    with connected(live, request.param) as made:
         made.blocks.delete(SPACE, KEYS)
         yield made
 

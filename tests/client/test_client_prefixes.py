@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from far_side import LAYOUT, OWN, SPEC
-from live_server import LiveServer, serving, settings_in
+from live_server import WAYS, LiveServer, connected, serving, settings_in
 
 import ctxcache
 from ctxcache.archive.contents import ImportWishes, OnConflict
@@ -45,14 +45,10 @@ def live(tmp_path: Path) -> Iterator[LiveServer]:
         yield made
 
 
-@pytest.fixture(params=["local socket", "local grpc", "remote grpc"])
+@pytest.fixture(params=WAYS)
 def client(request: pytest.FixtureRequest, live: LiveServer) -> Iterator[Client]:
     """A client by each way that a call may take."""
-    access: Access
-    transport: Transport
-    access, transport = request.param.split()
-    with ctxcache.connect(live.target, timeout_s=10, access=access, transport=transport) as made:
-        made.models.register(SPEC)
+    with connected(live, request.param) as made:
         yield made
 
 
