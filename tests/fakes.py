@@ -77,7 +77,7 @@ class MemoryTier:
         self._lost: set[int] = set()
         self._full: set[int] = set()
         self.emptied: set[int] = set()
-        """See Devices."""
+        """See DeviceTier."""
         self._faults: dict[Operation, set[int]] = defaultdict(set)
         self._gates: dict[tuple[Operation, int | None], asyncio.Event] = {}
         self.counts: dict[Operation, int] = dict.fromkeys(Operation, 0)
@@ -125,10 +125,10 @@ class MemoryTier:
         (self._full.add if is_full else self._full.discard)(path_index)
 
     async def probe(self) -> None:
-        """See Devices."""
+        """See DeviceTier."""
 
     def give_up_overdue(self) -> None:
-        """See Devices. Memory returns everything."""
+        """See DeviceTier. Memory returns everything."""
 
     def hold(self, operation: Operation, path_index: int | None = None) -> asyncio.Event:
         """Let operations of this kind, on one path or all, wait before they do anything until it is set."""

@@ -28,6 +28,7 @@ from ctxcache.errors import CapacityExceeded, CorruptSegment, DataDirectoryUnusa
 from ctxcache.format.checksums import chunk_checksum
 from ctxcache.format.layout import (
     LONG_SLOT_BYTES,
+    SEGMENTS_FILE,
     SegmentHeader,
     SegmentIdentity,
     SegmentLayout,
@@ -44,7 +45,7 @@ from ctxcache.storage.metadata.base import ModelRecord, SegmentRecord, SessionRe
 from ctxcache.storage.metadata.catalog import Entry
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.scan import header_at, is_whole
-from ctxcache.storage.ssd_directories import DEVICE, PATHS, SEGMENTS, in_order, instance_id_of, write_down
+from ctxcache.storage.ssd_directories import DEVICE, PATHS, in_order, instance_id_of, write_down
 
 Step = Callable[[str, int, int], None]
 """Called with what is being done, how many bytes of it are done, and of how many."""
@@ -55,7 +56,7 @@ LEAST_JUMP, JUMPS = 1 << 16, 1 << 20
 
 Two stores of the same backup differ as well.
 """
-_MADE_HERE = {DEVICE, SEGMENTS, f"{DEVICE}.partial"}
+_MADE_HERE = {DEVICE, SEGMENTS_FILE, f"{DEVICE}.partial"}
 _MAY_PRECEDE = {"lost+found"}
 
 
@@ -325,7 +326,7 @@ def _empty(path: Path, instance_id: str) -> None:
         problem = f"it is not empty ({min(entries)} is in it): name a new one"
         raise DataDirectoryUnusable(path=str(path), problem=problem)
     # The file that names the owner is renamed last.
-    for name in (SEGMENTS, DEVICE):
+    for name in (SEGMENTS_FILE, DEVICE):
         (path / name).unlink(missing_ok=True)
 
 
@@ -348,7 +349,7 @@ def _places(
         raise CapacityExceeded(
             tier="SSD", needed_bytes=sum(ends), free_bytes=sum(room), limit_bytes=sum(room)
         )
-    wanted = [align(ssd_size_bytes) or ssd_bytes(path, SEGMENTS) for path in directories]
+    wanted = [align(ssd_size_bytes) or ssd_bytes(path, SEGMENTS_FILE) for path in directories]
     return slots, [max(end, size_bytes) for end, size_bytes in zip(ends, wanted, strict=True)]
 
 
@@ -359,7 +360,7 @@ def _files(directories: Sequence[Path], file_bytes: Sequence[int]) -> Iterator[l
         fds = []
         for directory, size_bytes in zip(directories, file_bytes, strict=True):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            fds.append(os.open(directory / SEGMENTS, flags, mode=0o600))
+            fds.append(os.open(directory / SEGMENTS_FILE, flags, mode=0o600))
             opened.callback(os.close, fds[-1])
             # A server with another data directory must not take the file meanwhile.
             fcntl.flock(fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -429,7 +430,7 @@ def _write_all(fd: int, data: bytearray, offset_bytes: int) -> None:
 
 
 def _check(directories: Sequence[Path], record: SegmentRecord) -> None:
-    path = directories[record.slot.path_index] / SEGMENTS
+    path = directories[record.slot.path_index] / SEGMENTS_FILE
     found = header_at(path, record.slot.offset_bytes)
     # Header and chunks are read as by a server's start.
     if not (found and found.header_checksum == record.header_checksum and is_whole(path, found)):

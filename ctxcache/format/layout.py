@@ -39,6 +39,8 @@ from ctxcache.errors import CorruptSegment
 from ctxcache.format.model import FINGERPRINT_BYTES
 from ctxcache.format.streams import DType, StateKind, Stream, StreamRange, StreamSpec, ranges_of
 
+SEGMENTS_FILE = "segments.dat"
+"""The file of an SSD directory in which slots lie."""
 ALIGN_BYTES = 4096
 SEGMENT_TOKENS = 64
 """Rows of a segment that may grow token by token."""

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ctxcache.errors import DataDirectoryUnusable, InvalidConfiguration, TierFailure
-from ctxcache.format.layout import ALIGN_BYTES, align
+from ctxcache.format.layout import ALIGN_BYTES, SEGMENTS_FILE, align
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.runtime.files import claim_directory, tighten
 from ctxcache.settings.config import Settings
@@ -30,7 +30,7 @@ from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.ssd_directories import Directory, check_not_orphaned, entries, is_ours, look, write_down
 from ctxcache.storage.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
 from ctxcache.storage.tiers.shared_memory import free_huge_bytes
-from ctxcache.storage.tiers.ssd import FILE_NAME, SsdFiles, SsdPath
+from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
 
 log = logging.getLogger(__name__)
 
@@ -153,11 +153,11 @@ def _check_room(data_directory: Path) -> None:
 
 def _present_bytes(directory: Path) -> int:
     """The size of the present file, which is left as it is."""
-    path = directory / FILE_NAME
+    path = directory / SEGMENTS_FILE
     try:
         return path.stat().st_size // ALIGN_BYTES * ALIGN_BYTES
     except FileNotFoundError as error:
-        problem = f"{FILE_NAME} is gone: a start goes on without the tokens that it held"
+        problem = f"{SEGMENTS_FILE} is gone: a start goes on without the tokens that it held"
         raise DataDirectoryUnusable(path=str(directory), problem=problem) from error
     except OSError as error:
         raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
@@ -219,7 +219,7 @@ def _size_bytes(settings: Settings, directory: Directory) -> int:
         # The directory is made private before its size is looked at.
         claim_directory(path)
         tighten(entries(path))
-        return align(settings.ssd_size_bytes) or ssd_bytes(path, FILE_NAME)
+        return align(settings.ssd_size_bytes) or ssd_bytes(path, SEGMENTS_FILE)
     except OSError as error:
         raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
 

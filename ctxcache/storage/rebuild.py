@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ctxcache.errors import DataDirectoryUnusable, NothingToRebuild
-from ctxcache.format.layout import Slot
+from ctxcache.format.layout import SEGMENTS_FILE, Slot
 from ctxcache.runtime.files import DIRECTORY_MODE, sync_directory
 from ctxcache.storage.data_directory import METADATA, DataDirectory, check_not_restoring
 from ctxcache.storage.metadata import records
@@ -30,7 +30,6 @@ from ctxcache.storage.metadata.rocksdb import RocksDbMetadata, check_room_to_ope
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.scan import ScannedSegment, is_whole, scan
 from ctxcache.storage.ssd_directories import (
-    SEGMENTS,
     forget_unreadable,
     in_order,
     instance_id_of,
@@ -113,7 +112,7 @@ def rebuild(
 def _claimed(directories: Sequence[Path]) -> Iterator[None]:
     """Keep servers away, whichever data directory they have. Raises DataDirectoryUnusable."""
     with ExitStack() as files:
-        for path in (directory / SEGMENTS for directory in directories):
+        for path in (directory / SEGMENTS_FILE for directory in directories):
             if path.exists():
                 file = files.enter_context(path.open("rb"))
                 try:
@@ -205,7 +204,7 @@ def _scan(directories: Sequence[Path], result: Rebuilt) -> Mapping[int, list[Pla
     began_s = time.monotonic()
     places = defaultdict[int, list[Place]](list)
     for number, directory in enumerate(directories):
-        path = directory / SEGMENTS
+        path = directory / SEGMENTS_FILE
         if not path.exists():
             result.problems.append(f"{path} is gone")
             continue
@@ -248,7 +247,7 @@ def _slots(record: SegmentRecord, directories: Sequence[Path], places: Iterable[
             (is_recorded or not whole)
             and scanned.header.segment_id == record.segment_id
             and scanned.header.identity == record.identity
-            and is_whole(directories[number] / SEGMENTS, scanned)
+            and is_whole(directories[number] / SEGMENTS_FILE, scanned)
         ):
             whole.append(Slot(number, scanned.offset_bytes, record.slot.size_bytes))
     return whole

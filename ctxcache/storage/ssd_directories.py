@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable
+from ctxcache.format.layout import SEGMENTS_FILE
 from ctxcache.runtime.files import read_facts, write_facts
 
 # Facts on disk say which directory is which. The list of paths only helps to find what is missing:
@@ -26,7 +27,7 @@ from ctxcache.runtime.files import read_facts, write_facts
 #     no DEVICE, path known as n, file      directory n: its DEVICE was lost
 #     no DEVICE, path known as n, empty     not mounted: refused, or absent
 #     no DEVICE, path not known             new: the next number
-DEVICE, PATHS, SEGMENTS = "DEVICE", "PATHS", "segments.dat"
+DEVICE, PATHS = "DEVICE", "PATHS"
 log = logging.getLogger(__name__)
 
 
@@ -119,7 +120,7 @@ def write_down(
         before = _read_sizes(data_directory)
         sizes = [
             # The size of an absent file is what it last was: slots in it stay where they are.
-            (before[i] if i < len(before) else 0) if i in absent else _size_bytes(path / SEGMENTS)
+            (before[i] if i < len(before) else 0) if i in absent else _size_bytes(path / SEGMENTS_FILE)
             for i, path in enumerate(ordered)
         ]
         # Written only when something changed.
@@ -146,7 +147,7 @@ def check_not_orphaned(data_directory: Path, directories: Sequence[Path]) -> Non
 
 def entries(directory: Path) -> list[Path]:
     """The server's entries in an SSD directory."""
-    return [directory / name for name in (DEVICE, SEGMENTS, "WITNESS", "catalog")]
+    return [directory / name for name in (DEVICE, SEGMENTS_FILE, "WITNESS", "catalog")]
 
 
 def instance_id_of(directory: Path) -> str | None:
@@ -235,7 +236,7 @@ def _put_absent(absent: dict[int, Directory], known: Sequence[str], number: int,
 def _is_unmounted(path: Path, known: Sequence[str], placed: Mapping[int, Path]) -> bool:
     is_known = str(path) in known and known.index(str(path)) not in placed
     # The segments file is made at the first start, so that its absence says that something else lies there.
-    return is_known and not os.path.lexists(path / SEGMENTS)
+    return is_known and not os.path.lexists(path / SEGMENTS_FILE)
 
 
 def _check_new(new: Sequence[Path]) -> None:
@@ -244,10 +245,9 @@ def _check_new(new: Sequence[Path]) -> None:
     Each may be an unmounted mount point.
     """
     for path in new:
-        if not os.path.lexists(path / SEGMENTS):
-            problem = (
-                f"{PATHS} is lost, so that nothing says whether it is new: create {path / SEGMENTS} if it is"
-            )
+        if not os.path.lexists(path / SEGMENTS_FILE):
+            file = path / SEGMENTS_FILE
+            problem = f"{PATHS} is lost, so that nothing says whether it is new: create {file} if it is"
             raise DataDirectoryUnusable(path=str(path), problem=problem)
 
 
@@ -277,10 +277,10 @@ def _place_new(
 
 def _check_not_empty(path: Path, number: int) -> None:
     """Refuse what looks like the place of a filesystem that is not mounted: sessions would be cut for it."""
-    if not os.path.lexists(path / SEGMENTS):
+    if not os.path.lexists(path / SEGMENTS_FILE):
         problem = (
             f"it was SSD directory number {number} and is empty: mount what belongs there, or create"
-            f" {path / SEGMENTS} to go on without the tokens that it held"
+            f" {path / SEGMENTS_FILE} to go on without the tokens that it held"
         )
         raise DataDirectoryUnusable(path=str(path), problem=problem)
 

@@ -92,7 +92,7 @@ def best_way(transfer: Callable[[Way], float], *, round_count: int = 5) -> Way:
 
 
 class ThrottledTier:
-    """See Devices.
+    """See DeviceTier.
 
     Each path of `inner` moves at most `path_bps` bytes per second, reads and writes together.
     """
@@ -119,15 +119,15 @@ class ThrottledTier:
 
     @property
     def emptied(self) -> Collection[int]:
-        """See Devices."""
+        """See DeviceTier."""
         return self._inner.emptied
 
     async def probe(self) -> None:
-        """See Devices."""
+        """See DeviceTier."""
         await self._inner.probe()
 
     def give_up_overdue(self) -> None:
-        """See Devices."""
+        """See DeviceTier."""
         self._inner.give_up_overdue()
 
     async def read(

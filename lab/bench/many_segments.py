@@ -21,11 +21,17 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ctxcache.format.checksums import chunk_checksum
-from ctxcache.format.layout import SegmentHeader, SegmentIdentity, SegmentLayout, Slot, header_checksum
+from ctxcache.format.layout import (
+    SEGMENTS_FILE,
+    SegmentHeader,
+    SegmentIdentity,
+    SegmentLayout,
+    Slot,
+    header_checksum,
+)
 from ctxcache.storage.data_directory import DataDirectory
 from ctxcache.storage.metadata.base import Changes, ModelRecord, SegmentRecord, SessionRecord
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
-from ctxcache.storage.tiers.ssd import FILE_NAME
 from lab.bench.contexts import Bytes, by_stream, content, layout_of, model_of
 from lab.bench.row import Scale
 from lab.bench.server import serving
@@ -89,7 +95,7 @@ class _Maker:
     def __init__(
         self, directory: Path, metadata: RocksDbMetadata, layout: SegmentLayout, made: Made, tenant: str
     ) -> None:
-        self._path = directory / "ssd" / FILE_NAME
+        self._path = directory / "ssd" / SEGMENTS_FILE
         self._metadata, self._layout, self._made, self._tenant = metadata, layout, made, tenant
         self._model = model_of(made.shape)
         self._fingerprint = self._model.fingerprint()

@@ -8,8 +8,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from far_side import SPEC
-
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.routes import Access, Transport
@@ -98,8 +96,7 @@ WAYS = ("local socket", "local grpc", "remote grpc")
 
 @contextlib.contextmanager
 def connected(live: LiveServer, way: str) -> Iterator[Client]:
-    """A client by one of WAYS, with the model of most tests."""
+    """A client by one of WAYS."""
     access, transport = cast("tuple[Access, Transport]", way.split())
     with ctxcache.connect(live.target, timeout_s=10, access=access, transport=transport) as client:
-        client.models.register(SPEC)
         yield client

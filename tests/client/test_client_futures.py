@@ -44,6 +44,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def client(request: pytest.FixtureRequest, live: LiveServer) -> Iterator[Client]:
     """A client by each way that a call may take."""
     with connected(live, request.param) as made:
+        made.models.register(SPEC)
         made.blocks.delete(SPACE, KEYS)
         yield made
 

@@ -49,6 +49,7 @@ def live(tmp_path: Path) -> Iterator[LiveServer]:
 def client(request: pytest.FixtureRequest, live: LiveServer) -> Iterator[Client]:
     """A client by each way that a call may take."""
     with connected(live, request.param) as made:
+        made.models.register(SPEC)
         yield made
 
 

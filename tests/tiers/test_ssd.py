@@ -17,10 +17,10 @@ from fakes import FakeClock
 from tier_contract import buffer
 
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration, TierFailure
-from ctxcache.format.layout import ALIGN_BYTES, Slot
+from ctxcache.format.layout import ALIGN_BYTES, SEGMENTS_FILE, Slot
 from ctxcache.runtime.clock import Clock
 from ctxcache.storage.tiers.base import TierRefusal
-from ctxcache.storage.tiers.ssd import FILE_NAME, SsdFiles, SsdPath, _choose_mode
+from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath, _choose_mode
 
 SIZE_BYTES = 16 << 20
 SLOT = Slot(0, 0, 1 << 20)
@@ -74,7 +74,7 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 def test_every_block_is_allocated_at_creation(open_tier: OpenTier, tmp_path: Path) -> None:
     """A write never finds the disk full: its blocks are there from the start, for this user alone."""
     open_tier()
-    facts = (tmp_path / "0" / FILE_NAME).stat()
+    facts = (tmp_path / "0" / SEGMENTS_FILE).stat()
 
     assert facts.st_size == SIZE_BYTES
     assert facts.st_blocks * 512 >= SIZE_BYTES
@@ -89,7 +89,7 @@ def test_a_new_file_is_on_disk_with_its_name(
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink()))
     open_tier()
 
-    assert synced == [tmp_path / "0" / FILE_NAME, tmp_path / "0"]
+    assert synced == [tmp_path / "0" / SEGMENTS_FILE, tmp_path / "0"]
 
 
 async def test_synced_bytes_are_there_after_a_restart(open_tier: OpenTier) -> None:
@@ -124,7 +124,7 @@ def test_a_file_does_not_shrink(open_tier: OpenTier, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfiguration, match="cannot shrink"):
         open_tier(SIZE_BYTES // 2)
 
-    assert (tmp_path / "0" / FILE_NAME).stat().st_size == SIZE_BYTES
+    assert (tmp_path / "0" / SEGMENTS_FILE).stat().st_size == SIZE_BYTES
 
 
 @pytest.mark.parametrize("size_bytes", [0, -ALIGN_BYTES, ALIGN_BYTES + 512])
@@ -137,12 +137,12 @@ def test_an_odd_size_is_refused(open_tier: OpenTier, size_bytes: int) -> None:
 def test_a_disk_that_is_too_small_is_refused(open_tier: OpenTier, tmp_path: Path) -> None:
     """No room is found out at the start, with what is needed and what is free, and takes no room."""
     needed_bytes = (shutil.disk_usage(tmp_path).total // ALIGN_BYTES + 1) * ALIGN_BYTES
-    with pytest.raises(CapacityExceeded, match=FILE_NAME) as caught:
+    with pytest.raises(CapacityExceeded, match=SEGMENTS_FILE) as caught:
         open_tier(needed_bytes)
 
     assert caught.value.needed_bytes == needed_bytes
     assert int(caught.value.free_bytes) < needed_bytes
-    assert (tmp_path / "0" / FILE_NAME).stat().st_size == 0
+    assert (tmp_path / "0" / SEGMENTS_FILE).stat().st_size == 0
 
 
 def test_a_refused_allocation_leaves_the_file_as_it_was(open_tier: OpenTier, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_refused_allocation_leaves_the_file_as_it_was(open_tier: OpenTier, tmp
     with file_size_limit(SIZE_BYTES), pytest.raises(DataDirectoryUnusable, match="File too large"):
         open_tier(2 * SIZE_BYTES)
 
-    assert (tmp_path / "0" / FILE_NAME).stat().st_size == SIZE_BYTES
+    assert (tmp_path / "0" / SEGMENTS_FILE).stat().st_size == SIZE_BYTES
     open_tier().close()
 
 
@@ -166,7 +166,7 @@ def test_a_symbolic_link_is_not_followed(open_tier: OpenTier, tmp_path: Path) ->
     """No user can have the tier write to a file of their choice."""
     (tmp_path / "0").mkdir()
     (tmp_path / "victim").write_text("mine")
-    (tmp_path / "0" / FILE_NAME).symlink_to(tmp_path / "victim")
+    (tmp_path / "0" / SEGMENTS_FILE).symlink_to(tmp_path / "victim")
     with pytest.raises(DataDirectoryUnusable):
         open_tier()
 
@@ -209,7 +209,7 @@ async def test_a_read_past_the_end_of_a_cut_file_is_an_error(open_tier: OpenTier
     """A read is whole or fails: a file that someone cut short never gives short data."""
     tier = open_tier()
     slot = Slot(0, 0, 8 << 20)
-    os.truncate(tmp_path / "0" / FILE_NAME, 5 << 20)
+    os.truncate(tmp_path / "0" / SEGMENTS_FILE, 5 << 20)
     with pytest.raises(TierFailure, match="the file ends there"):
         await tier.read(slot, 0, buffer(slot.size_bytes))
 

@@ -25,7 +25,7 @@ from ctxcache.cli.doctor import Finding, degraded, fatal, missing, ok
 from ctxcache.cli.doctor.machine import filesystem
 from ctxcache.cli.units import human_size
 from ctxcache.errors import CacheError, CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration
-from ctxcache.format.layout import ALIGN_BYTES, align
+from ctxcache.format.layout import ALIGN_BYTES, SEGMENTS_FILE, align
 from ctxcache.runtime.files import check_directory, check_secret, loose, secret_refusal
 from ctxcache.settings import sizes
 from ctxcache.settings.config import Settings
@@ -38,7 +38,6 @@ from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.opening import ssd_directories_of
 from ctxcache.storage.ssd_directories import check_not_orphaned, look
 from ctxcache.storage.ssd_directories import entries as ssd_entries
-from ctxcache.storage.tiers.ssd import FILE_NAME
 
 MOUNT = "mount what belongs there and start again"
 CHOOSE = "choose another with --data-directory or --ssd-directories"
@@ -58,7 +57,7 @@ def space(settings: Settings, directory: Path) -> Finding:
     name = f"space in {directory}"
     try:
         present, place = _present_bytes(directory), existing(directory)
-        needed = align(settings.ssd_size_bytes) or present or sizes.ssd_bytes(place, FILE_NAME)
+        needed = align(settings.ssd_size_bytes) or present or sizes.ssd_bytes(place, SEGMENTS_FILE)
         status = os.statvfs(place)
     except OSError as error:
         return fatal(name, _unusable(directory, error), CHOOSE)
@@ -66,7 +65,7 @@ def space(settings: Settings, directory: Path) -> Finding:
     free, lack_bytes = status.f_bavail * status.f_frsize, needed - present
     if lack_bytes < 0:
         sizes_found = f"{human_size(present)} are there and cannot shrink to {human_size(needed)}"
-        shrinking = InvalidConfiguration(source=str(directory / FILE_NAME), problem=sizes_found)
+        shrinking = InvalidConfiguration(source=str(directory / SEGMENTS_FILE), problem=sizes_found)
         return fatal(name, shrinking, "leave --ssd-size-bytes out, or name a larger one")
     if lack_bytes > free:
         lack = CapacityExceeded(
@@ -230,7 +229,7 @@ def _try_page(fd: int) -> str:
 
 
 def _present_bytes(directory: Path) -> int:
-    file = directory / FILE_NAME
+    file = directory / SEGMENTS_FILE
     return file.stat().st_size if file.exists() else 0
 
 

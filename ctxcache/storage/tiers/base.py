@@ -1,7 +1,7 @@
 """The interface of a tier: reads, writes and syncs of slots, and nothing else.
 
 A tier knows no session, no eviction and no free space: `core/extents.py` hands out slots. Every
-implementation passes `TierContract` of `tests/tier_contract.py`.
+implementation passes `TierContract`, which `tests/tiers/test_tier_contract.py` runs.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

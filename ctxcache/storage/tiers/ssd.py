@@ -12,7 +12,8 @@ A write that only lacks room or memory makes the path rest, and is tried again. 
 fail one after the other is doubted. When probes of the whole device fail too, the path is lost, until a probe
 succeeds.
 
-Files are never shortened, unlinked or rewritten elsewhere: freeing a slot costs no I/O.
+These files are never shortened, unlinked or rewritten elsewhere: freeing a slot costs no I/O. Clients that
+may open them read rows by their offset (`client/ssd_files.py`).
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration, TierFailure
-from ctxcache.format.layout import ALIGN_BYTES, Slot
+from ctxcache.format.layout import ALIGN_BYTES, SEGMENTS_FILE, Slot
 from ctxcache.runtime.clock import Clock, SystemClock
 from ctxcache.runtime.files import claim_directory, open_private
 from ctxcache.storage.device_threads import Threads
@@ -175,7 +176,6 @@ class PathHealth:
 # One path and its threads. No kind of operation waits in line behind another:
 #
 #     ssd-read x 4     ssd-write x 4     ssd-sync x 1     ssd-probe x 1
-FILE_NAME = "segments.dat"
 PIECE_BYTES = 1 << 20
 SECOND_NS = 10**9
 THREADS_PER_PATH = 4
@@ -242,7 +242,7 @@ class SsdFiles:
         self._hang_after_s = hang_after_s
         try:
             for directory in directories:
-                health = PathHealth(str(Path(directory.directory) / FILE_NAME), self._clock)
+                health = PathHealth(str(Path(directory.directory) / SEGMENTS_FILE), self._clock)
                 self._files.append(
                     _File(directory, threads_per_path, health, self._clock, allow_direct=allow_direct)
                 )
@@ -277,11 +277,11 @@ class SsdFiles:
 
     @property
     def emptied(self) -> Collection[int]:
-        """See Devices."""
+        """See DeviceTier."""
         return [i for i, file in enumerate(self._files) if file.is_new]
 
     async def probe(self) -> None:
-        """See Devices.
+        """See DeviceTier.
 
         Those that are doubted now, all of them every few seconds; each in a thread of its own.
         """
@@ -300,7 +300,7 @@ class SsdFiles:
             await asyncio.wait([asyncio.wrap_future(probe)], timeout=PROBE_PATIENCE_S)
 
     def give_up_overdue(self) -> None:
-        """See Devices."""
+        """See DeviceTier."""
         for file in self._files:
             file.give_up_overdue(self._hang_after_s)
 
@@ -367,7 +367,7 @@ class _File:
     def __init__(
         self, place: SsdPath, thread_count: int, health: PathHealth, clock: Clock, *, allow_direct: bool
     ) -> None:
-        self.path = str(Path(place.directory) / FILE_NAME)
+        self.path = str(Path(place.directory) / SEGMENTS_FILE)
         self.size_bytes = place.size_bytes
         self.health = health
         self.is_new = False
