@@ -71,6 +71,9 @@ DEEP = b"[" * 2000 + b"]" * 2000
         (b'{"prompt": "a", "image_data": [{"data": "", "id": 1}]}', "image_data"),
         (b'{"prompt": "a", "n_cache_reuse": 1}', "n_cache_reuse"),
         (b'{"prompt": "a", "id_slot": "0"}', "id_slot"),
+        (b'{"prompt": "a", "samplers": "alice@example.com"}', "top_k"),
+        (b'{"prompt": "a", "samplers": ["infill", "top_k"]}', "top_k"),
+        (b'{"prompt": "a", "samplers": ["top_k", "infill"], "top_k": 0}', "top_k"),
     ],
 )
 def test_a_body_that_cannot_be_followed_is_refused_with_its_reason(
@@ -80,6 +83,13 @@ def test_a_body_that_cannot_be_followed_is_refused_with_its_reason(
     status, _, data = shared.request("POST", "/completion", body)
     assert (status, json.loads(data)["error"]["type"]) == (400, "ctxcache")
     assert words in json.loads(data)["error"]["message"]
+
+
+@pytest.mark.parametrize("samplers", ["ki", ["top_k", "top_p", "infill"], ["top_p"], [], "kfyp"])
+def test_the_infill_sampler_may_follow_top_k(shared: Llama, samplers: object) -> None:
+    """As editors that fill in code ask for it; other samplers are llama.cpp's own."""
+    body = {"prompt": "a", "n_predict": 1, "samplers": samplers}
+    assert shared.request("POST", "/completion", body)[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/infill"])

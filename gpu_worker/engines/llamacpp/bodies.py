@@ -35,6 +35,12 @@ _NOT_GIVEN: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Fields that are refused: which values change nothing, and why others do."""
 
 
+_INFILL, _TOP_K = ("infill", "i"), ("top_k", "k")
+"""Samplers by name, and by the letter in a text of letters."""
+INFILL_TOKENS = 1000
+"""Tokens that the infill sampler may compare, each with each other."""
+
+
 class Refused(Exception):
     """A request that is answered here, with a status and a sentence."""
 
@@ -62,6 +68,21 @@ def check_fields(request: dict[str, Any]) -> None:
     for name, (is_nothing, problem) in _NOT_GIVEN.items():
         if name in request and not is_nothing(request[name]):
             raise _bad(f"{name}: {problem}")
+    _check_samplers(request)
+
+
+def _check_samplers(request: dict[str, Any]) -> None:
+    # The infill sampler compares all pairs of tokens. Of a whole vocabulary that takes minutes, and all slots
+    # wait.
+    names = request.get("samplers")
+    samplers = list(names) if isinstance(names, str | list) else []
+    infill = next((i for i, sampler in enumerate(samplers) if sampler in _INFILL), None)
+    if infill is None:
+        return
+    kept = request.get("top_k", 40)
+    is_cut = any(sampler in _TOP_K for sampler in samplers[:infill])
+    if not (is_cut and isinstance(kept, int) and 0 < kept <= INFILL_TOKENS):
+        raise _bad(f"samplers: infill needs top_k before it, with top_k from 1 to {INFILL_TOKENS}")
 
 
 def is_several(request: dict[str, Any]) -> bool:
