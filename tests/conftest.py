@@ -1,6 +1,7 @@
 """Fixtures of all tests. Lying here, it also makes `server_process` importable from every test."""
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -33,6 +34,13 @@ def pytest_collection_finish() -> None:
     """Let no collection look at what stays: modules and tests. Some tests collect hundreds of times."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Give back the level of logs, which a reload of settings changes for the whole process."""
+    yield
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,7 @@ def run(pki: Pki, server: ServerProcess) -> Callable[..., Ran]:
 
 @pytest.fixture
 def client_of(pki: Pki, server: ServerProcess) -> Iterator[Callable[[str], Client]]:
-    """Clients, as somebody."""
+    """Clients, as somebody. Nobody has a session at first."""
     opened: list[Client] = []
 
     def connect_as(token: str) -> Client:
@@ -77,6 +77,10 @@ def client_of(pki: Pki, server: ServerProcess) -> Iterator[Callable[[str], Clien
         opened.append(connect(server.target, access="remote", tls=ClientTls(ca), token_file=file))
         return opened[-1]
 
+    for token in GRANTS:
+        client = connect_as(token)
+        for session in list(client.sessions.list()):
+            client.sessions.open(session.name).delete()
     yield connect_as
     for client in opened:
         client.close()
@@ -120,9 +124,6 @@ def test_a_store_is_exported_by_operators_and_imported_by_each_tenant(
     An import into a store that runs takes those of one tenant.
     """
     file = str(tmp_path / "store")
-    for token in "ab":
-        for session in list(client_of(token).sessions.list()):
-            client_of(token).sessions.open(session.name).delete()
     rows: dict[str, Rows] = {token: keep(client_of(token), SPEC, "x", 40 + ord(token)) for token in "ab"}
     for token in "ab":
         client_of(token).sessions.open("sessions/x").flush()
