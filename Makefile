@@ -2,6 +2,7 @@
 PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?= -n auto
+STORE_ORDER ?= -p no:randomly
 BIN := .venv/bin
 SOURCES := ctxcache gpu_worker lab tests scripts
 # Long tests first, so that none runs alone at the end.
@@ -14,7 +15,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-worker clean
+.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-random test-worker clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,14 +63,16 @@ proto: setup ## Generate the Python code of proto/, and the client's plain types
 check-proto: setup
 	scripts/check_proto.sh
 
-# The store must import, serve and pass its tests where torch does not exist, in any order: the first lines
-# of pytest say the seed, and PYTEST_ARGS="-n auto --randomly-seed=N" is that order again.
+# The store must import, serve and pass its tests where torch does not exist.
 test-store: setup-store
 	@command -v node >/dev/null || echo 'NOTICE: node is not installed: the JavaScript client test will be SKIPPED' >&2
 	@command -v promtool >/dev/null || test -x .tools/promtool || echo 'NOTICE: promtool is not there: alerts and panels will be SKIPPED; scripts/get_promtool.sh fetches it' >&2
 	@command -v chromium >/dev/null || echo 'NOTICE: chromium is not installed: the status page will not be looked at in a browser' >&2
 	.venv-store/bin/python -c 'import importlib.util as u, sys; sys.exit(bool(u.find_spec("torch")) and "torch is installed in .venv-store")'
-	.venv-store/bin/python -m pytest $(addprefix --ignore=,$(WORKER_TESTS)) $(PYTEST_ARGS)
+	.venv-store/bin/python -m pytest $(STORE_ORDER) $(addprefix --ignore=,$(WORKER_TESTS)) $(PYTEST_ARGS)
+
+test-random: setup-store ## Run the store's tests in an order that is drawn (ARGS="--randomly-seed=N" draws that one again)
+	@$(MAKE) test-store STORE_ORDER="$(ARGS)"
 
 # The worker, what drives store and worker together, and the simulator's pictures.
 test-worker: setup
