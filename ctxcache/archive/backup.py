@@ -2,8 +2,8 @@
 
 Each session is as it was durable at one moment of the backup. No slot is held while bytes are on their way to
 the client: one segment at a time is held while it is read, so that a slow client keeps no room from others.
-Sessions that went meanwhile are not in it. Of a session that was truncated meanwhile the rest is in it. A
-growing tail is read first, while no flush may write it elsewhere. Worst case: a session that is cut faster
+Sessions that end meanwhile are left out. A session that is truncated meanwhile is in it without what was cut.
+A growing tail is read first, while no flush may write it elsewhere. Worst case: a session that is cut faster
 than it is copied is left out, and counted.
 """
 

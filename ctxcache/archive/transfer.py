@@ -80,7 +80,7 @@ def receive(pieces: Iterable[bytes], fd: int, path: str) -> int:
     for piece in pieces:
         write_all(fd, path, piece)
         size_bytes += len(piece)
-    # A pipe cannot be read back. Whoever is at its end verifies the bytes.
+    # A pipe cannot be read back. Its reader verifies the bytes.
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return size_bytes
     with refusals_of_file(path):

@@ -675,7 +675,7 @@ class Appends:
     def place(self, reservation: Reservation, stream: Stream, token_begin: int, data: memoryview) -> None:
         """Put rows of one stream where they belong: all of them lie within the reservation.
 
-        The rows are summed before they are copied. Whoever received them verifies them after that.
+        The rows are summed before they are copied. The receiving service verifies them after that.
         """
         row_bytes = reservation.session.layout.row_bytes(stream)
         token_end = token_begin + len(data) // row_bytes

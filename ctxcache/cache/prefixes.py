@@ -311,7 +311,7 @@ class Prefixes:
         """The keys that are in the index, from the first one on.
 
         For a few keys at a time the last one is looked for, and the others only where it is missing: a key
-        stands for all before it. Whoever holds its tokens is looked at afterwards.
+        stands for all before it. The session that holds its tokens is looked for afterwards.
         """
         keyed, known = self._ledger.keyed, list[bytes]()
         count = len(asked) // BLOCK_BYTES if isinstance(asked, bytes) else len(asked)

@@ -437,7 +437,7 @@ class Journal:
         session, event = self._find(tenant, session_id), EVENTS.get(error.reason)
         if event is not None:
             result = event.value
-            # Whoever ends the session before the damage tells of it.
+            # The step that cuts the session before the damage tells of it.
             if session is not None and event is not Event.CORRUPT:
                 self.happened(session, event, detail=f"{by}: {error.reason}")
         elif error.reason != "SESSION_NOT_FOUND":

@@ -235,7 +235,7 @@ class Tokens:
 def read_tokens(path: Path) -> Tokens:
     """The tokens of a file. Raises InvalidConfiguration."""
     try:
-        # Whoever may write the file may change the callers' rights.
+        # A user who may write the file may change the callers' rights.
         check_secret(path, secret_refusal("token_hashes", path))
         with path.open("rb") as file:
             # One byte more tells a file that is too large from one that just fits.

@@ -267,7 +267,7 @@ def session_message(view: SessionView, clock: Clock) -> session_pb2.Session:
 
 
 _CONSTANTS: dict[bytes, session_pb2.Session] = {}
-"""What of a session's message never changes, by uid. Copying it is cheaper than making it."""
+"""The fields of a session's message that never change, by uid. A copy is cheaper than a new message."""
 
 
 @lru_cache(LAYOUTS_LIMIT)

@@ -1,4 +1,4 @@
-"""What the protos say of an rpc besides its messages."""
+"""Options of rpcs in the protos."""
 
 from collections.abc import Iterator
 

@@ -280,8 +280,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
     def clear(self) -> None:
         """Delete all pages of this engine's model, layout and rank. Later pages are of other weights.
 
-        SGLang calls this when weights were changed, and does not say why. Nobody finds later pages under the
-        old name.
+        SGLang calls this after a change of weights, and gives no reason. Later pages have another name.
         """
         for name, pool in self._pools.items():
             # Pages that SGLang copies itself (`set`) lie in a space of one part, beside those in pieces.

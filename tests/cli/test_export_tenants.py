@@ -69,7 +69,7 @@ def run(pki: Pki, server: ServerProcess) -> Callable[..., Ran]:
 
 @pytest.fixture
 def client_of(pki: Pki, server: ServerProcess) -> Iterator[Callable[[str], Client]]:
-    """Clients, as somebody. Nobody has a session at first."""
+    """Clients by the token of their caller. No tenant has a session at first."""
     opened: list[Client] = []
 
     def connect_as(token: str) -> Client:

@@ -57,7 +57,7 @@ class _Checked:
         self.in_turn: set[bytes] = set()
         self.sizes: dict[bytes, tuple[int, Level]] = {}
         self.facts: dict[bytes, Facts] = {}
-        """What the policy was told last of each session."""
+        """The facts that the policy heard last, by session."""
         self.awaited: set[bytes] = set()
         """Sessions whose return was said: these do not sleep."""
         self.asleep: dict[bytes, float] = {}

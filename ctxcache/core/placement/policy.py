@@ -93,7 +93,7 @@ class Policy:
         """The session has another size from now on. This is no use of it, and `appended_bytes` is 0."""
 
     def lessons(self) -> dict[str, object]:
-        """What the policy learned and should know after a restart, as JSON values; nothing by default."""
+        """The policy's lessons for after a restart, as JSON values; none by default."""
         return {}
 
     def relearn(self, lessons: Mapping[str, Any], age_s: float) -> None:

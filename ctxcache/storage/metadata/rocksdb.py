@@ -378,7 +378,7 @@ class RocksDbMetadata(RocksDbRecords):
         if begun.is_durable:
             self._sync()
         # The catalog comes last: it must never have a commit that the log lacks, nor one behind its end mark.
-        # Nobody waits for a round that was given up.
+        # A round that was given up has no callers that wait.
         if begun.noted and self._round is begun:
             begun.noted.write()
 

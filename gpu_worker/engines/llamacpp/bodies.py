@@ -72,8 +72,7 @@ def check_fields(request: dict[str, Any]) -> None:
 
 
 def _check_samplers(request: dict[str, Any]) -> None:
-    # The infill sampler compares all pairs of tokens. Of a whole vocabulary that takes minutes, and all slots
-    # wait.
+    # The infill sampler compares all pairs of tokens. A whole vocabulary takes minutes, and all slots wait.
     names = request.get("samplers")
     samplers = list(names) if isinstance(names, str | list) else []
     infill = next((i for i, sampler in enumerate(samplers) if sampler in _INFILL), None)
