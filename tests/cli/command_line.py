@@ -6,9 +6,10 @@ signals and broken pipes start processes anew, as `COMMAND_LINE` says.
 
 import json
 import os
+import shlex
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +58,18 @@ def ctxcache(*arguments: str, environment: Mapping[str, str] | None = None) -> R
 
 def started_anew(*arguments: str, environment: Mapping[str, str] | None = None) -> Ran:
     """As `ctxcache`, by a new interpreter, for what an environment changes of one."""
+    return _run([*COMMAND_LINE, *arguments], environment)
+
+
+def in_bash(*arguments: str, environment: Mapping[str, str] | None = None) -> Ran:
+    """As `ctxcache`, for a user of bash: a command that asks which shell it is in looks at its ancestors."""
+    # Behind the last command of a line bash would not wait, but become that command.
+    return _run(["bash", "-c", f"{shlex.join([*COMMAND_LINE, *arguments])}; exit $?"], environment)
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str] | None) -> Ran:
     process = subprocess.run(
-        [*COMMAND_LINE, *arguments],
+        command,
         env=without_settings(os.environ) | dict(environment or {}),
         stdin=subprocess.DEVNULL,
         capture_output=True,

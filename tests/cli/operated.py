@@ -22,7 +22,7 @@ def operated_server(directory: Path) -> ServerProcess:
 
 
 def prepare(target: str) -> None:
-    """Leave a session, and a model of two versions without any, on a server that takes work."""
+    """Leave a session on SSD, and a model of two versions without any, on a server that takes work."""
     with connected(target) as client:
         client.admin.undrain()
         client.admin.clear_faults()
@@ -31,3 +31,6 @@ def prepare(target: str) -> None:
         client.models.register(model_spec("llama"))
         client.models.register(with_version(model_spec("llama"), "step-100"))
     store_session(target, SESSION)
+    with connected(target) as client:
+        # A write that upkeep still owes would be one of those that a fault counts.
+        client.sessions.open(f"sessions/{SESSION}").flush()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from command_line import TIMEOUT_S, ctxcache
+from command_line import TIMEOUT_S, ctxcache, in_bash
 from operated import SESSION, operated_server, prepare
 from server_process import FORKED, ServerProcess
 from stored import store_session
@@ -124,7 +124,8 @@ def test_an_example_works(
         if path == ("ctxcache", "serve"):
             code, said = _served(line, environment)
         else:
-            ran = ctxcache(*shlex.split(line)[1:], environment=environment)
+            run = in_bash if "--install-completion" in line else ctxcache
+            ran = run(*shlex.split(line)[1:], environment=environment)
             code, said = ran.exit_code, ran.stdout + ran.stderr
 
     assert code == 0, said
