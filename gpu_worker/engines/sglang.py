@@ -383,8 +383,9 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         """The pool, if it has as many places as there are pages."""
         pool = self._pools.get(name)
         if pool is None or indices is None or indices.numel() != len(keys) * pool.page_tokens:
-            if name not in self._told:
-                self._told.add(name)
+            # Names of pools that are unknown are the caller's text: they are told of once, together.
+            if (known := name if pool is not None else "") not in self._told:
+                self._told.add(known)
                 log.error("pages of %s are not stored or loaded: no pool, or no place for each token", name)
             return None
         return pool

@@ -285,15 +285,19 @@ def until_no_lease(store: ServerProcess) -> None:
 
 
 def test_what_was_looked_up_is_not_evicted_until_it_is_unlocked(tmp_path: Path) -> None:
-    """Many times as much as the store holds goes through it meanwhile; what nobody looked up goes."""
+    """Many times as much as the store holds goes through it meanwhile; what nobody looked up goes.
+
+    Of two chunks of one look-up one is unlocked at first: the other stays.
+    """
     sizes = ("--arena-size-bytes", str(64 << 20), "--ssd-size-bytes", str(4 << 20))
     with ServerProcess(tmp_path / "data", *sizes) as store:
         adapter = CtxcacheL2({"target": store.target, "timeout_s": TASK_S})
         assert adapter.wait_until_linked(LINK_S)
         layout = {0: MemoryLayoutDesc([torch.Size([CHUNK_BYTES])], [torch.uint8])}
-        assert stored(adapter, {key_of(number): data_of(number) for number in (1, 2)})
-        adapter.submit_lookup_and_lock_task([key_of(1)], layout)
+        assert stored(adapter, {key_of(number): data_of(number) for number in (1, 2, 3)})
+        adapter.submit_lookup_and_lock_task([key_of(1), key_of(3)], layout)
         wait_for(adapter.get_lookup_and_lock_event_fd())
+        adapter.submit_unlock([key_of(3)])
         for other in range(1000, 2000, 50):
             assert stored(adapter, {key_of(number): data_of(0) for number in range(other, other + 50)})
         assert loaded(adapter, [key_of(1), key_of(2)]) == [bytes(data_of(1)), None]

@@ -173,6 +173,21 @@ def test_pages_are_stored_and_found_as_tensors(store: ServerProcess) -> None:
     backend.close()
 
 
+def test_a_pool_that_does_not_fit_is_told_of_once(
+    store: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pools that are unknown share one line: their names are the caller's."""
+    pool = KvPool("page_first")
+    backend = backend_on(store.target, pool)
+    short = PoolTransfer(PoolName.KV, host_indices=torch.tensor([0]), keys=keys_of(3, 4))
+    unknown = [PoolTransfer(f"pool {number}", torch.tensor([0]), keys=keys_of(3)) for number in range(5)]
+    for transfer in [short, short, *unknown, *unknown]:
+        assert backend.batch_set_v2([transfer]) == {transfer.name: [False] * len(transfer.keys)}
+    told = [record.getMessage() for record in caplog.records if "not stored or loaded" in record.message]
+    assert len(told) == 2, told
+    backend.close()
+
+
 def test_a_hybrid_model_is_restored_where_all_its_state_is(store: ServerProcess) -> None:
     """K/V of each page and a recurrent state at some: the longest prefix with both counts."""
     kv, states = KvPool("page_first"), StatePool()
