@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 PATIENCE_S = 0.01
-"""How long a step that computes nothing waits for rows: loops of them would keep the interpreter from it."""
+"""How long a step without work waits for rows: steps in a loop keep the interpreter from loading threads."""
 
 
 # vLLM makes one connector for each role, and calls it around its steps:
@@ -51,7 +51,7 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config, WHERE)
         check_engine(vllm_config, kv_cache_config, settings)
         if role is KVConnectorRole.WORKER:
-            # Two for one store would write the same sessions, and be one queue of it.
+            # Two connectors of one store would write the same sessions, and share one queue of it.
             check_outer(
                 vllm_config,
                 {type(self).__name__},
@@ -72,7 +72,7 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def wait_until_linked(self, timeout_s: float) -> bool:
-        """Wait until the store can be used, or never will be, or the time is over; whether it can be."""
+        """Whether the store can be used: waits until that is known, or the time is over."""
         return self._side.link.wait(timeout_s) is LinkState.READY
 
     # -- both, as the engine starts -------------------------------------------------------------------------
@@ -85,14 +85,14 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         return layout
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """The scheduler's side of that message, from each rank."""
+        """Take each rank's message, on the scheduler's side."""
         if self._saved is SavedState.BLOCKS:
             hear_layouts(self._scheduler().layouts, metadata)
 
     # -- scheduler ----------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
-        """The engine's blocks, by request."""
+        """Take the manager of the engine's blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler().blocks_of = kv_cache_manager.get_blocks
         self._scheduler().empty_cache = kv_cache_manager.reset_prefix_cache
@@ -106,8 +106,8 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """See SchedulerSide.matched. Rows are restored between steps."""
         count = self._scheduler().matched(request, num_computed_tokens)
-        # The second one says that loading goes on beside steps:
-        # vLLM keeps the request out of them until it has ended.
+        # The second value says that loading goes on beside steps:
+        # vLLM keeps the request out of steps until it has ended.
         return count, bool(count)
 
     def update_state_after_alloc(
@@ -129,7 +129,6 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Rows are in staging by now: the blocks are free at once."""
         del block_ids
-        # False: vLLM need not keep the blocks for a save that is still to come.
         self._scheduler().finished(request)
         return False, None
 
@@ -182,13 +181,13 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         """See WorkerSide.take_loaded."""
         del finished_req_ids
         plan = self._get_connector_metadata()
-        # Only where no request computes: a step that has work must not wait for another request's rows.
+        # A step that has work must not wait for another request's rows.
         is_idle = isinstance(plan, StepPlan) and plan.is_idle
         loaded, failed = self._worker().take_loaded(PATIENCE_S if is_idle else 0)
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """Tell the scheduler which sessions are saved, and of weights that nobody told of."""
+        """Tell the scheduler which sessions are saved, and of weights that changed unannounced."""
         saved, changed = self._worker().take_saved(), self._worker().changed_version
         return StepReport(dict.fromkeys(saved, 1), changed) if saved or changed is not None else None
 
@@ -218,7 +217,7 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """End what this side has."""
+        """End this side's threads and its link."""
         self._side.close()
 
     def _scheduler(self) -> SchedulerSide:

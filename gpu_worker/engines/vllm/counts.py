@@ -46,44 +46,44 @@ class Misses:
     def tell(self, session: str, what: str, error: Exception) -> None:
         """A conversation is `what`, such as `not saved`, because of this error."""
         why = error.reason.lower() if isinstance(error, CacheError) else type(error).__name__
-        # Of a store that is gone the link says so, for all conversations together.
+        # The link tells of a store that is gone, for all conversations together.
         who = "any" if isinstance(error, GONE) else session
         self._reasons.tell(who, f"is {what}, {why}", error)
 
     def take_counts(self) -> dict[str, int]:
-        """How often, by `what/why`, since the last call."""
+        """Misses since the last call, by `what/why`."""
         before, self._taken = self._taken, Counter(self._reasons.counts)
         new = self._taken - before
         return {sort.removeprefix("is ").replace(", ", "/"): count for sort, count in new.items()}
 
 
 class ConnectorCounts(KVConnectorStats):
-    """How often what was counted, by `counter/label/label`, since the last report."""
+    """Counts since the last report, by `counter/label/label`."""
 
     @classmethod
     def of(cls, **counts: Mapping[str, int]) -> Self:
-        """Of each counter its counts, by its labels."""
+        """Take each counter's counts, by its labels."""
         return cls({f"{name}/{labels}": n for name, some in counts.items() for labels, n in some.items()})
 
     def reset(self) -> None:
-        """Forget them."""
+        """Forget all counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "ConnectorCounts":
-        """Both together."""
+        """The sums of both reports."""
         return ConnectorCounts(dict(Counter(self.data) + Counter(other.data)))
 
     def reduce(self) -> dict[str, int | float]:
-        """As vLLM logs them."""
+        """Counts under the names that vLLM logs."""
         return {name.replace("/", " ", 1): count for name, count in self.data.items()}
 
     def is_empty(self) -> bool:
-        """Whether there was none."""
+        """Whether nothing was counted."""
         return not self.data
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
-    """The same in vLLM's own metrics."""
+    """Adds the counts to vLLM's Prometheus counters."""
 
     def __init__(
         self,

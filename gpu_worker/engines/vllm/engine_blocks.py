@@ -39,12 +39,12 @@ class _Layer(NamedTuple):
     block_tokens: int
 
     def blocks_of(self, block_ids: Sequence[Sequence[int]], begin: int, end: int) -> Sequence[int]:
-        """The blocks that a request has here for tokens `[begin, end)`. `block_ids`: all of it, by group."""
+        """The layer's blocks of tokens `[begin, end)`. `block_ids`: all of a request's blocks, by group."""
         return block_ids[self.group][begin // self.block_tokens : end // self.block_tokens]
 
 
 class EngineBlocks:
-    """The blocks of an engine."""
+    """Saves and restores the blocks of an engine, whole."""
 
     def __init__(
         self, caches: Mapping[str, Tensor], kv_cache_config: KVCacheConfig, modules: Mapping[str, object]
@@ -99,7 +99,7 @@ class EngineBlocks:
         item: BlockLoad,
         writing: Writing,
     ) -> None:
-        """Put whole blocks where the request has its own."""
+        """Write whole blocks into the request's blocks."""
         for number, stream in streams.items():
             layer = self._layers[number]
             ids, pages = layer.blocks_of(item.block_ids, rows.begin, item.end), layer.pages
@@ -108,7 +108,7 @@ class EngineBlocks:
             blocks = rows.array(stream).reshape(len(ids), -1)
             with writing():
                 if self.device.type == "cpu":
-                    # Torch would start threads for it, beside those that compute.
+                    # Torch would start threads for the copy, beside those that compute.
                     pages.numpy()[_chosen(ids)] = blocks
                 else:
                     pages.index_copy_(
@@ -116,7 +116,7 @@ class EngineBlocks:
                     )
 
     def renewed(self) -> None:
-        """Nothing: blocks come back as they are."""
+        """Nothing: blocks hold K and V, and no copies of weights."""
 
     @torch.inference_mode()
     def save(self, saves: Iterable[BlockSave]) -> None:
@@ -131,13 +131,14 @@ class EngineBlocks:
                     if self.device.type == "cpu":
                         blocks = torch.from_numpy(pages.numpy()[_chosen(ids)])
                     else:
-                        # Copied: a copy of the saver's may end behind the engine's next write to them.
+                        # The saver's own copy may end after the engine's next write to these blocks: copy
+                        # them first.
                         blocks = pages.index_select(0, torch.tensor(ids, device=self.device))
                     self._saver.put(number, StateKind.ENGINE_BLOCK, blocks.reshape(count, -1))
 
 
 def _chosen(block_ids: Sequence[int]) -> slice | list[int]:
-    """The index of blocks: a slice where they lie one behind the other, which are copied once."""
+    """The index of blocks: a slice for blocks that follow one another, which are copied at once."""
     first = block_ids[0]
     is_run = all(block == first + i for i, block in enumerate(block_ids))
     return slice(first, first + len(block_ids)) if is_run else list(block_ids)
@@ -146,7 +147,7 @@ def _chosen(block_ids: Sequence[int]) -> slice | list[int]:
 def _pages(cache: Tensor, block_count: int, page_bytes: int) -> Tensor:
     """A layer's cache as [blocks, bytes of a block], uint8, over the same memory.
 
-    Layers may lie between one another, block by block: blocks are as far apart as the cache says.
+    Layers may be interleaved block by block: the distance between blocks is the cache's stride.
     """
     blocks = group_kernel_blocks(cache, block_count)
     element_bytes = blocks.element_size()

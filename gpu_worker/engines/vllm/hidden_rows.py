@@ -31,14 +31,12 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.ctxcache")
 
 INPUT, REST = "hidden_states", "residual"
-"""The names in vLLM's decoder layers of their input, and of the part of it that is not added yet."""
+"""The names that vLLM's decoder layers give to their input, and to the part of it not added yet."""
 # A layer of vLLM, and where the two ways end it:
 #
 #     (hidden_states, residual) ─ sum, norm ─► qkv_proj ─► split ─► k_norm ─► rotary ─► attention
 #                                              ▲                                        ▲
 #                                              lean: ended here, K and V's part alone   whole: ended here
-#
-# A row is hidden_states + residual: vLLM adds them up in the next norm, in one kernel.
 KNOWN = {INPUT, REST, "positions"}
 TRIAL_TOKENS = 4
 Way = functools.partial[Halves]
@@ -57,7 +55,7 @@ class HiddenRows(PassRows):
         for number, layer in enumerate(self._layers):
             signature = inspect.signature(layer.block.forward)
             asked = {name for name, one in signature.parameters.items() if _is_asked_for(one)}
-            # A layer that takes more than these gives other rows for the same input.
+            # A layer that takes more arguments than these computes other rows from the same input.
             if INPUT not in signature.parameters or asked - KNOWN:
                 names = ", ".join(sorted(asked - KNOWN)) or f"no {INPUT}"
                 raise Refused(f"layer {layer.name} takes {names}: not by its input alone; save state=blocks")
@@ -96,9 +94,9 @@ class HiddenRows(PassRows):
 
 
 def best_way(layer: AttentionLayer, dtype: torch.dtype) -> Way:
-    """The lean way where it does what the whole one does, else that. Both are the layer's own."""
+    """The lean way where it computes what the whole way computes, else the whole way."""
     whole = functools.partial(_whole, layer)
-    # For good: hooks that come and go would change under the engine's passes, which another thread runs.
+    # The hooks stay: another thread runs the engine's passes, and a pass must not see hooks change.
     _end_in(layer.attention)
     projections = [child for child in layer.parent.children() if isinstance(child, QKVParallelLinear)]
     if len(projections) != 1 or not isinstance(projections[0].quant_method, UnquantizedLinearMethod):
@@ -108,18 +106,18 @@ def best_way(layer: AttentionLayer, dtype: torch.dtype) -> Way:
     device = layer.cache.device
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn((TRIAL_TOKENS, size), generator=draw).to(device, dtype)
-    # From 1 on: at 0 a rotary embedding changes nothing.
+    # Positions begin at 1: at 0 a rotary embedding changes nothing.
     positions = torch.arange(1, TRIAL_TOKENS + 1, device=device)
-    # Copies: vLLM's fused norms write into their input.
+    # Each way gets a copy: vLLM's fused norms write into their input.
     expected = whole(rows.clone(), positions)
     projection = KvProjection(projections[0], dtype)
     for lean in _lean_ways(layer, projections[0], projection):
         try:
             computed = lean(rows.clone(), positions)
         except (RuntimeError, TypeError, ValueError):
-            # A norm over another part of K than this way has.
+            # The layer's norm is over another part of K than this way gives to it.
             continue
-        # By what it computes on this model, not by what its modules are called.
+        # A way is chosen by what it computes on this model, not by the names of its modules.
         if all(_is_near(one, other, ALLOWED[dtype]) for one, other in zip(expected, computed, strict=True)):
             return lean
     return whole
@@ -137,7 +135,7 @@ class KvProjection:
         if joint.weight.ndim == 2 and len(joint.weight) == begin + sum(self._sizes):
             self._weight = joint.weight[begin:]
             return
-        # The weights lie packed: what the projection makes of each unit is a column of them.
+        # The weights are packed: the projection of each unit vector is a column of them.
         device = joint.weight.device
         size: int = joint.hidden_size
         # Without the bias, which is added in `__call__`.
@@ -156,7 +154,7 @@ def _lean_ways(layer: AttentionLayer, joint: nn.Module, project: KvProjection) -
     norms: list[Norm] = [lambda key: key]
     if isinstance(norm, nn.Module):
         size = layer.attention.head_size
-        # Each head by itself, or all heads as one row: the trial says which one the layer does.
+        # The layer norms each head by itself, or all heads as one row: the trial shows which.
         norms = [lambda key: norm(key.reshape(len(key), -1, size)).reshape(len(key), -1), norm]
     for normalised in norms:
         yield functools.partial(_lean, layer, joint, project, normalised)
@@ -184,7 +182,7 @@ def _whole(layer: AttentionLayer, rows: Tensor, positions: Tensor) -> Halves:
 
 
 class _Arrived(Exception):
-    """No error: it ends a layer where enough of it was computed, with what the next module was given."""
+    """No error: it ends a layer that has computed enough, and carries the next module's arguments."""
 
 
 class _Wanted(threading.local):
@@ -197,7 +195,7 @@ _WANTED = _Wanted()
 
 
 def _end_in(module: nn.Module) -> None:
-    # Once, though ways are looked for anew with other weights.
+    # Add the hook once, although other weights begin another search for the best way.
     if _end_where_wanted not in module._forward_pre_hooks.values():  # noqa: SLF001  torch lists them nowhere else
         module.register_forward_pre_hook(_end_where_wanted, prepend=True, with_kwargs=True)
 
@@ -209,9 +207,9 @@ def _end_where_wanted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _taken(module: nn.Module, block: nn.Module, rows: Tensor, positions: Tensor) -> tuple[Any, ...]:
-    """The argument that a layer gives to its own module for this input.
+    """The arguments that a layer gives to its own module for this input.
 
-    Hooks on the layer see nothing of it.
+    Hooks on the layer do not see this call.
     """
     given = {INPUT: rows, REST: None, "positions": positions}
     wanted = inspect.signature(block.forward).parameters

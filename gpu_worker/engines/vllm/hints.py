@@ -1,4 +1,4 @@
-"""Requests' words on conversations, and the waiting queue, as hints to the store; what came of them.
+"""Hints to the store, out of requests and of the waiting queue; counts of what came of them.
 
     request ── kv_hints, or kv_transfer_params ──► at once, or once its tokens are saved ──► HintService.Hint
     arrives, runs, leaves ──► the engine's queue ──► HintService.Schedule: the store fetches ahead of a turn
@@ -46,9 +46,9 @@ ACTIONS_LIMIT = 32
 WAITING_LIMIT = 1024
 
 LONGEST_S = 3650 * 86400
-"""The store takes no longer span. Callers that give a time in the place of one mean what nobody knows."""
+"""The longest span that the store takes. A caller that gives a longer one may have given a time."""
 SHOWN_CHARACTERS = 200
-"""As much of a caller's words as a line of the log has."""
+"""Most characters of a caller's words in a line of the log."""
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
 Priority = Annotated[int, Field(ge=0, le=100, strict=True)]
@@ -73,14 +73,14 @@ _PAYLOAD = TypeAdapter(Payload)
 
 
 class HintTeller:
-    """Tells the store, in a thread of its own, and counts what came of it. Thread-safe. Close it."""
+    """Tells the store hints, in a thread of its own, and counts outcomes. Thread-safe. Close it."""
 
     def __init__(self, link: StoreLink[CallerModel]) -> None:
         self._link = link
         # One thread: hints about a conversation reach the store in the order in which they were given.
         self._thread = ThreadPoolExecutor(1, "ctxcache-hints")
         self._lock = threading.Lock()
-        """Over both that follow."""
+        """Over `_counts` and `_waiting_count`."""
         self._counts: Counter[str] = Counter()
         self._waiting_count = 0
         self._is_closing = self._is_unanswered = False
@@ -102,11 +102,11 @@ class HintTeller:
             try:
                 self._thread.submit(self._tell, action)
             except RuntimeError:
-                # It is closed.
+                # The pool is closed.
                 self.count(action.kind.value, "unsent")
 
     def count(self, kind: str, outcome: str) -> None:
-        """Count what came of a hint."""
+        """Count a hint's outcome."""
         with self._lock:
             self._counts[f"{kind}/{outcome}"] += 1
 
@@ -125,20 +125,20 @@ class HintTeller:
         outcome = "unsent"
         try:
             used = self._link.use()
-            # A thousand may wait, and the engine's end with them: one that is not answered is enough.
+            # The engine's end must not wait for a thousand hints: one that is not answered is enough.
             if used is not None and not (self._is_closing and self._is_unanswered):
                 (result,) = used[0].hints.give([action])
                 outcome = result.outcome.name.lower() if isinstance(result.outcome, HintOutcome) else "other"
                 self._is_unanswered = False
         except DeadlineExceeded:
-            # The store goes on with it: a promotion may wait longer for room than a call may take.
+            # The store goes on with the hint: a promotion may wait longer for room than a call may take.
             outcome = "unanswered"
             self._is_unanswered = True
         except CacheError as error:
             outcome = "refused"
             self._link.failed(error)
         except Exception:
-            # Of words that no message can carry. Hints that wait behind it are told.
+            # The hint has words that no message can carry. The hints behind it are still told.
             outcome = "refused"
             logger.exception("a hint is not told")
         finally:
@@ -157,7 +157,7 @@ class WaitingQueue:
         self._is_closed = False
 
     def waits(self, client: Client, model: CallerModel, job: QueuedJob) -> None:
-        """A request waits for its turn. Its session is there."""
+        """Put a waiting request into the store's queue. Its session exists."""
         with self._lock:
             # A look-up may end behind `close`, and would make a queue that nobody withdraws.
             if self._is_closed:
@@ -170,13 +170,13 @@ class WaitingQueue:
             logger.debug("request %s is not in the store's queue: %s", job.job_id, error)
 
     def started(self, request_id: str) -> None:
-        """A request runs."""
+        """Tell the store that a request runs."""
         if self._queue is not None:
             with suppress(CacheError):
                 self._queue.started(request_id)
 
     def left(self, request_id: str) -> None:
-        """A request waits no more, and does not run from its session. An unknown one is none."""
+        """Tell the store that a request waits no more and will not run. Ignores an unknown request."""
         if self._queue is not None:
             with suppress(CacheError):
                 self._queue.cancelled(request_id)
@@ -190,7 +190,7 @@ class WaitingQueue:
 
 
 def hints_of(request: "Request", teller: HintTeller) -> list[HintAction]:
-    """The hints of a request; without a session's name where it means its own.
+    """The hints of a request. A hint about the request's own session names no session.
 
     An invalid hint is counted, and logged with its field.
     """
@@ -199,7 +199,7 @@ def hints_of(request: "Request", teller: HintTeller) -> list[HintAction]:
         try:
             kind = HintKind(action.action_type)
         except ValueError:
-            # Another component's.
+            # The action is another component's.
             teller.count("other", "ignored")
             continue
         try:
@@ -213,7 +213,7 @@ def hints_of(request: "Request", teller: HintTeller) -> list[HintAction]:
 
 
 def _actions_of(request: "Request", teller: HintTeller) -> Iterator[KvHintAction]:
-    # By vLLM's own field, or within the parameters that callers hand through to a connector.
+    # Hints come in vLLM's own field, or within the parameters that callers hand through to a connector.
     given = [request.kv_hints, (request.kv_transfer_params or {}).get("kv_hints")]
     actions: list[KvHintAction] = []
     for envelope in given:
@@ -229,7 +229,7 @@ def _actions_of(request: "Request", teller: HintTeller) -> Iterator[KvHintAction
 
 
 def _hint(kind: HintKind, action: KvHintAction) -> HintAction:
-    """The store's hint. Raises ValueError with the field."""
+    """The store's hint of an action. Raises ValueError, which names the field."""
     if action.action_version != VERSION:
         raise ValueError(f"action_version {action.action_version[:SHOWN_CHARACTERS]!r} is not {VERSION!r}")
     if unknown := set(action.payload) - set(Payload.__slots__):
@@ -240,7 +240,7 @@ def _hint(kind: HintKind, action: KvHintAction) -> HintAction:
     except ValidationError as error:
         (first, *_) = error.errors(include_url=False)
         raise ValueError(f"payload.{first['loc'][0]}: {first['msg']}") from None
-    # Both or neither: either says nothing of when it comes back.
+    # One of the two is needed: neither says nothing of the return, and both contradict each other.
     if kind is HintKind.EXPECT and payload.ended == (payload.return_in_s is not None):
         raise ValueError("payload: either ended or return_in_s is needed")
     return HintAction(

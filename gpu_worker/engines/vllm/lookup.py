@@ -4,8 +4,8 @@
     not there         a session is made            ─┼─► Opened: what all ranks have of the prompt
     made just now     begins with what others have ─┘
 
-Where nothing is to be saved no session is made that anybody would find: one that begins with what others have
-stands in for theirs, for a minute. Worst case: `timeout_s` for each call.
+An engine that does not save makes no session that others would find. A session that begins with what others
+have stands in for theirs, for a minute. Worst case: `timeout_s` for each call.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,11 +42,11 @@ class Asked(NamedTuple):
     """What is looked up for a request."""
 
     session_name: str
-    """Empty where it names none."""
+    """Empty where the request names none."""
     salt: bytes
     prompt: list[int]
     is_shared: bool
-    """Whether it may begin with what other sessions have."""
+    """Whether a new session may begin with what other sessions have."""
 
 
 class Lookup:
@@ -137,8 +137,8 @@ class Lookup:
     ) -> tuple[SessionInfo, bool]:
         """A session of this name, and whether it was made just now and not by another caller meanwhile.
 
-        Without a name, or where it is a session of another model or salt, which stays as it is, one whose
-        name the store chooses.
+        The store chooses the name where none is given, or where the session of that name has another model or
+        salt. That session stays as it is.
         """
         if not self._role.saves:
             return client.sessions.create(model, layout=layout, ttl=STAND_IN_TTL, salt=salt).info, True
@@ -160,7 +160,7 @@ class Lookup:
         except GONE:
             raise
         except CacheError as error:
-            # What others have may be full, damaged or gone by now: the session is there, and is saved.
+            # What others have may be full, damaged or gone by now. The new session exists, and is saved.
             self._misses.tell(session.name, "not shared", error)
             return session
 

@@ -1,4 +1,4 @@
-"""Rows of tokens that an eager engine computes, pass by pass: what each kind of them shares.
+"""Rows of tokens that an eager engine computes, pass by pass: what all kinds of rows share.
 
 Hooks see a pass from inside. Rows belong to the session that has their block: slots say which block a row
 goes to, and positions which token it is. How rows become K and V again is proven on the loaded model before
@@ -198,14 +198,14 @@ class PassRows(ABC):
         ids = torch.tensor([(7919 * (i + 1)) % vocabulary for i in range(PROOF_TOKENS)], device=device)
         positions = torch.arange(PROOF_BEGIN, PROOF_BEGIN + PROOF_TOKENS, device=device)
         self._witness = witness = Witness()
-        # Without a request, attention leaves what it returns as memory happens to be.
+        # Attention without a request returns memory as it happens to be: the hook returns zeros instead.
         hooks = [layer.attention.register_forward_hook(_nothing_seen) for layer in self._layers]
         hooks += [
             layer.attention.register_forward_pre_hook(_attention_seen(witness, number, layer))
             for number, layer in enumerate(self._layers)
         ]
         try:
-            # Without metadata: no request's block is written to.
+            # Without metadata the pass writes to no request's block.
             with set_forward_context(None, config, num_tokens=PROOF_TOKENS):
                 model(input_ids=ids, positions=positions)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -214,7 +214,7 @@ class PassRows(ABC):
             self._witness = None
             for hook in hooks:
                 hook.remove()
-        # Not block 0, which is nobody's and may be any number of things.
+        # Block 0 is no request's and may hold anything: use block 1 where there is one.
         blocks = torch.arange(PROOF_TOKENS, device=device) // self._block_tokens + min(1, block_count - 1)
         slots = blocks * self._block_tokens + torch.arange(PROOF_TOKENS, device=device) % self._block_tokens
         for number, layer in enumerate(self._layers):
@@ -239,7 +239,7 @@ class PassRows(ABC):
         # A quantised cache has scales of its own: only what attention is given is compared.
         if not layer.cache.dtype.is_floating_point:
             return
-        # Through the engine's own write and back: an order of heads or elements that differs would show here.
+        # The engine itself writes and reads: an order of heads or elements that differs would show here.
         page = group_kernel_blocks(layer.cache, block_count)[min(1, block_count - 1)]
         self._write(layer, halves, slots)
         saved = page.clone()
@@ -269,7 +269,7 @@ class PassRows(ABC):
     def _slices(
         self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], row_count: int
     ) -> Iterator[Slice]:
-        """The sessions' rows of a pass, in its order; rows that are nobody's or are saved have no name."""
+        """The sessions' rows of a pass, in its order. Rows without an owner or saved before have no name."""
         blocks = slots[:row_count] // self._block_tokens
         # A run: rows of one request, whose positions follow one another.
         owners = [self._owners.get(int(block), "") for block in blocks]
@@ -342,7 +342,7 @@ def _layers_of(
 
 
 def _slots_of(context: ForwardContext) -> Tensor | None:
-    """Where the pass writes each token's K and V; None for a pass that is nobody's."""
+    """Where the pass writes each token's K and V; None for a pass without a request."""
     metadata = context.attn_metadata
     if isinstance(metadata, list):
         raise Refused("passes of several micro-batches are not supported")
@@ -351,7 +351,7 @@ def _slots_of(context: ForwardContext) -> Tensor | None:
 
 
 def model_with(attention: nn.Module) -> nn.Module:
-    """The model that an attention layer belongs to: the module that has most others in it.
+    """The model that an attention layer belongs to: the module with the most modules in it.
 
     vLLM gives a connector the layers and not the model.
     """
@@ -394,7 +394,7 @@ class KvRows(PassRows):
 
     def _key_comes(self, _rotary: nn.Module, args: tuple[Any, ...]) -> None:
         if self._is_listening and len(args) > 2 and args[2] is not None:
-            # A copy: positions are put into it where it lies.
+            # Copy K: the rotary embedding writes positions into it in place.
             self._key = args[2].clone()
 
     def _value_comes(self, number: int, _attention: nn.Module, args: tuple[Any, ...]) -> None:

@@ -44,7 +44,7 @@ ABSENT = -1
 
 
 def first_kept(block_ids: Sequence[int]) -> int | None:
-    """Which is the first block that is there: windows keep the last ones. None where all are ABSENT."""
+    """The index of the first block that is there: windows keep the last ones. None where all are ABSENT."""
     return next((i for i, block in enumerate(block_ids) if block != ABSENT), None)
 
 
@@ -58,7 +58,7 @@ class BlockLoad(NamedTuple):
     end: int
     block_ids: BlockIds
     answer_s: float
-    """How long the store may take to say that it is there, while the request waits for it."""
+    """How long the store may leave the waiting request without a sign of life."""
 
 
 class BlockSave(NamedTuple):
@@ -78,7 +78,7 @@ class Opened(NamedTuple):
     token_count: int
     """Tokens of the prompt that all of them have."""
     ahead: tuple[tuple[int, ...], ...]
-    """The ids of the tokens that each has behind those: they stay unless the request's differ."""
+    """Token ids that each session has behind those. They stay unless the request's tokens differ."""
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class StepPlan(KVConnectorMetadata):
     weights: str | None = ""
     """The version of the weights; None: nothing is restored or saved. See `WeightsName`."""
     is_idle: bool = False
-    """Nothing is computed in the step: what is awaited may take the time."""
+    """The step computes nothing, so it may wait for rows."""
     finished: list[Finished] = field(default_factory=list)
     lost_blocks: list[str] = field(default_factory=list)
     """Sessions whose request lost its blocks: it was preempted."""
@@ -114,7 +114,7 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Sessions whose saves ended, and in how many ranks; and whether a rank's weights are others."""
+    """Sessions whose saves ended, and in how many ranks; and whether a rank's weights changed."""
 
     saved: Mapping[str, int] = field(default_factory=dict)
     changed: str | None = None
@@ -128,8 +128,8 @@ class StepReport(KVConnectorWorkerMetadata):
         return StepReport(Counter(self.saved) + Counter(other.saved), changed)
 
 
-# Each worker says how its blocks lie in memory, and vLLM brings that to the scheduler. Of several connectors
-# behind MultiConnector the first one's message goes to all of them: ours say the same, whichever is first.
+# Each worker says how its blocks lie in memory, and vLLM brings that to the scheduler. MultiConnector gives
+# the message of its first connector to all of them: ours say the same, whichever is first.
 #
 #     [CtxcacheConnector, CtxcacheOffloadingConnector]    BlockLayout     both hear it
 #     [NixlConnector, CtxcacheConnector]                  Nixl's          ours hear of no layout: refused
@@ -146,7 +146,7 @@ class BlockLayout(KVConnectorHandshakeMetadata):
 def hear_layouts(
     layouts: "Future[Mapping[Rank, BlockLayout]]", metadata: Mapping[Rank, KVConnectorHandshakeMetadata]
 ) -> None:
-    """Take over what workers said of their blocks. Without a layout of each nothing is found or saved."""
+    """Take the layouts that workers sent. Unless each sent one, the link is refused."""
     heard = {rank: one for rank, one in metadata.items() if isinstance(one, BlockLayout)}
     if heard and len(heard) == len(metadata):
         layouts.set_result(heard)

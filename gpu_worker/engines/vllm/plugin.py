@@ -9,11 +9,11 @@ CONNECTORS = {
     "CtxcacheConnector": "gpu_worker.engines.vllm.connector",
     "CtxcacheOffloadingConnector": "gpu_worker.engines.vllm.tier",
 }
-"""Where each class is."""
+"""The module of each class."""
 
 
 def register() -> None:
-    """Register the connectors, unless this process has done so. Our words go where vLLM's go."""
+    """Register the connectors, unless this process has done so. Our log lines go where vLLM's go."""
     logging.getLogger("gpu_worker").parent = logging.getLogger("vllm")
     # vLLM loads plugins once in each process, and may do so again: it refuses a second time by an error.
     for name, module in CONNECTORS.items():

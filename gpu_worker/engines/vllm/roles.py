@@ -41,8 +41,8 @@ def check_outer(
 ) -> None:
     """Raise Refused where connectors of one engine do not go together.
 
-    To be asked on a worker's side, where vLLM says what its whole configuration is. `others`: connectors that
-    there may be one of, for each value of `by`, which reads a connector's `kv_connector_extra_config`.
+    Call it on a worker's side, where vLLM tells its whole configuration. `others`: connectors of which there
+    may be one for each value of `by`, which reads a connector's `kv_connector_extra_config`.
     """
     outer, own = get_current_vllm_config_or_none(), transfer_of(config)
     if outer is None or outer.kv_transfer_config is None or outer.kv_transfer_config is own:
@@ -53,8 +53,8 @@ def check_outer(
         problem = "a request whose rows do not come would fail"
         raise Refused(f'{problem}: add "kv_load_failure_policy":"recompute" {beside}')
     if own.is_kv_consumer and not transfer.is_kv_consumer:
-        # vLLM keeps the blocks of ended requests back from loads for consumers alone, until steps under way
-        # have ended that may write to them.
+        # A step under way may still write to the blocks of an ended request. vLLM keeps them back from loads
+        # until it has ended, but only for consumers.
         problem = f"{own.kv_connector} loads, and vLLM would give it blocks that a step still writes"
         raise Refused(f'{problem}: say "kv_role":"kv_both" {beside}')
     children = transfer.kv_connector_extra_config.get("connectors", [])

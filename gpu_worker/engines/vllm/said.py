@@ -28,7 +28,7 @@ class Said:
     session_name: str
     """Empty where it names no conversation."""
     salt: bytes
-    """Empty where it has none: others with none are served what it saves."""
+    """Empty where the request has none: it shares with others that have none."""
     hints: tuple[HintAction, ...]
     """Those about its own conversation name no session."""
 
@@ -46,7 +46,7 @@ def read(request: "Request", teller: HintTeller) -> Said | None:
 def check_parameters(request: "Request") -> None:
     """Take out `kv_transfer_params` that are no mapping: vLLM's scheduler, too, would fail at them."""
     given: Any = request.kv_transfer_params
-    # By HTTP as `vllm_xargs.kv_transfer_params`, which vLLM does not check.
+    # Over HTTP they come as `vllm_xargs.kv_transfer_params`, which vLLM does not check.
     if given is not None and not isinstance(given, dict):
         logger.warning("kv_transfer_params: a %s is no mapping, and is left alone", type(given).__name__)
         request.kv_transfer_params = None

@@ -1,7 +1,7 @@
 """The scheduler's side: looks sessions up, and says step by step what to restore and what to save.
 
-Called by vLLM's scheduler thread alone; look-ups run in threads of their own. Worst case: a store that does
-not answer, for which a request waits `timeout_s` in all: what its look-up took, its load no longer has.
+vLLM's scheduler thread alone calls it. Look-ups run in threads of their own. Worst case: a request waits
+`timeout_s` in all for a store that does not answer. Its load has what the look-up left of that time.
 """
 
 import time
@@ -67,9 +67,9 @@ LOOKUP_THREADS = 4
 LOOKUP_PATIENCE_S = 0.005
 """How long a step of the scheduler waits for threads, in all: about as long as most look-ups take."""
 LATE_ANSWER_TOKENS = 16
-"""The least tokens of an answer during which a session is surely made."""
+"""The shortest answer, in tokens, during which a session is surely made."""
 KEYED_TOKENS = 64
-"""The least prefix that the store finds by its tokens."""
+"""The shortest prefix, in tokens, that the store finds."""
 PRIORITY_STEP = 1 << 40
 """Places between two of vLLM's priorities: more than requests that arrive while one waits."""
 SAVE_WAIT_S = 5.0
@@ -83,17 +83,17 @@ class Followed:
     request: "Request"
     asked: Asked
     session_name: str
-    """Empty for a request that names none, until its look-up has made one."""
+    """Empty until the look-up has made a session, where the request names none."""
     since_s: float
-    """When it began to wait for what it waits for: the saves of the request before it, then its look-up."""
+    """When the present wait began: first for the saves of the request before it, then for its look-up."""
     place: int
-    """Among those that wait: a smaller one is sooner."""
+    """Place among requests that wait: a smaller place is sooner."""
     lookup: "Future[Opened | None] | None" = None
-    """Each rank's session; None where one is not usable."""
+    """Each rank's session; None where a rank's session is not usable."""
     answered: "Future[None]" = field(default_factory=Future)
     """Done with the look-up, or when it finds nothing and has yet to make the session."""
     waited_s: float = 0.0
-    """How long it was held up for its look-up."""
+    """How long the look-up has held the request up."""
     is_open: bool = False
     """Whether the worker was told to save it."""
     load_begin: int = 0
@@ -103,7 +103,7 @@ class Followed:
 
 
 class SchedulerSide:
-    """Looks sessions up, and says step by step what to restore and what to save."""
+    """The connector's part beside vLLM's scheduler."""
 
     def __init__(
         self, config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: ConnectorSettings
@@ -121,9 +121,10 @@ class SchedulerSide:
             not isinstance(spec, FullAttentionSpec) for spec, _ in layer_caches(kv_cache_config).values()
         )
         self.blocks_of: Callable[[str], KVCacheBlocks] = _no_blocks
-        """A request's blocks as the engine has them now; set once it has a manager of them."""
+        """A request's blocks as the engine has them now; set once the engine has a manager of blocks."""
         self.empty_cache: Callable[[], bool] = lambda: False
-        """Empties the engine's own cache, where no request has blocks; whether it did. Set as `blocks_of`."""
+        """Empties the engine's own cache where no request has blocks, and says whether it did. Set with
+        `blocks_of`."""
         self.layouts: Future[Mapping[int, BlockLayout]] = Future()
         """How each rank's blocks lie in memory, where they are what is saved."""
         self._models: list[CallerModel] = []
@@ -135,9 +136,9 @@ class SchedulerSide:
         self._followed: dict[str, Followed] = {}
         """By request id."""
         self._saving: dict[str, str] = {}
-        """Sessions that a request saves or did save, until all workers say that it ended: its request."""
+        """The request that saves each session, until all workers have said that the save ended."""
         self._saved_counts: Counter[str] = Counter()
-        """Ranks in which saving ended, of those sessions."""
+        """How many ranks have ended the save of each of these sessions."""
         self._plan = StepPlan()
         self._patience_s = LOOKUP_PATIENCE_S
         """How much longer this step may wait for threads."""
@@ -166,7 +167,7 @@ class SchedulerSide:
         asked = Asked(
             said.session_name, said.salt, list(request.prompt_token_ids or ()), self._settings.prefixes
         )
-        # Less than a run of tokens is never found: a session of its own would be of no use.
+        # The store finds no shorter prefix, so a session of its own would be of no use.
         if not asked.session_name and (not asked.is_shared or len(asked.prompt) < KEYED_TOKENS):
             return
         place = self._arrived_count + (request.priority * PRIORITY_STEP if self._has_priorities else 0)
@@ -178,7 +179,7 @@ class SchedulerSide:
         """Tokens beyond the computed ones that can be restored; None while that is not known yet."""
         followed = self._followed.get(request.request_id)
         if followed is None or followed.is_open:
-            # It was preempted, and what is saved of it by now may still be under way.
+            # The request was preempted, and its saves may still be under way.
             return 0
         if self._is_awaited(followed):
             return None
@@ -204,7 +205,7 @@ class SchedulerSide:
         """A request got its blocks. `external_count` tokens are to be restored into them."""
         followed = self._followed.get(request.request_id)
         if followed is not None and not followed.answered.done():
-            # One that reads no cache, such as for the probabilities of its prompt: vLLM waits for no answer.
+            # A request for its prompt's probabilities, for example, reads no cache: vLLM waits for no answer.
             self._leave(request.request_id)
             return
         opened = self._opened(followed, self._plan) if followed is not None else None
@@ -246,7 +247,7 @@ class SchedulerSide:
         return plan
 
     def finished(self, request: "Request") -> None:
-        """A request ended, however it did."""
+        """A request ended, for whatever reason."""
         followed = self._leave(request.request_id)
         name, own_hints = self._own_hints.pop(request.request_id, ("", []))
         hints = tuple(own_hints)
@@ -259,7 +260,7 @@ class SchedulerSide:
         if unsent or self._saving.get(name) != request.request_id:
             self.hints.tell(hints, name)
         if unsent:
-            # The worker has not heard of it, and never will.
+            # The worker has not heard of this session, and never will.
             self._plan.opened.remove(unsent[0])
             self._saving.pop(name, None)
         elif self._saving.get(name) == request.request_id:
@@ -275,12 +276,12 @@ class SchedulerSide:
             for name in report.saved:
                 if self._saved_counts[name] >= self._rank_count:
                     del self._saved_counts[name]
-                    # Its request may go on: from here on it is not saved.
+                    # The request may go on, and is saved no more.
                     self._leave(self._saving.pop(name, ""))
 
     def reset(self) -> bool:
-        """The weights are others, or will be before the next step; whether nothing of old ones is left."""
-        # Once more: vLLM resets connectors also where its own cache was in use, and stays as it is.
+        """The weights have changed, or will before the next step. Returns whether no old state is left."""
+        # vLLM also resets connectors where its own cache was in use and kept its contents: empty it here.
         is_empty = self.empty_cache()
         self.weights.reset(is_empty=is_empty)
         return is_empty
@@ -298,9 +299,9 @@ class SchedulerSide:
         self.link.close()
 
     def _begin_anew(self) -> None:
-        """The weights have another name, or none: what is followed by now is of the old ones.
+        """The weights have another name, or none: requests followed so far have state of the old weights.
 
-        What was saved of it stays, since passes that computed it were behind no change.
+        What was saved of them stays, since no change came before the passes that computed it.
         """
         for request_id in list(self._followed):
             self._leave(request_id)
@@ -326,12 +327,12 @@ class SchedulerSide:
         computed_count: int,
         added_ids: tuple[list[int], ...] | None,
     ) -> None:
-        """Tokens of a request are computed in this step, for which it has these blocks more."""
+        """A step computes tokens of a request. `added_ids`: the blocks that the request got for it."""
         followed = self._followed.get(request_id)
         if followed is None:
             return
         if not is_plain(followed.request):
-            # A later part of its input has pictures: what is computed from here on is not of its tokens.
+            # A later part of the input has pictures: its rows do not follow from the token ids alone.
             self._end_saving(plan, followed)
             return
         if self._opened(followed, plan) is None or not self._role.saves:
@@ -348,7 +349,7 @@ class SchedulerSide:
             block_ids = self._block_ids(self.blocks_of(request_id), begin, end)
             counts = [(end - begin) // tokens for tokens in self._group_tokens]
             if any(ABSENT in ids for ids in block_ids) or [*map(len, block_ids)] != counts:
-                # The engine's own cache had these tokens, and of a window the last ones alone.
+                # The engine's own cache had these tokens, but of a window only the last ones.
                 self._end_saving(plan, followed)
                 return
             ids = followed.request.all_token_ids[begin:end]
@@ -356,7 +357,7 @@ class SchedulerSide:
             followed.saved_end = end
 
     def _end_saving(self, plan: StepPlan, followed: Followed) -> None:
-        """Save no more of a request than was saved."""
+        """Save no more of a request."""
         self._leave(followed.request.request_id)
         if followed.is_open:
             plan.finished.append(Finished(followed.session_name))
@@ -369,7 +370,7 @@ class SchedulerSide:
         )
 
     def _await_session(self, request_id: str) -> None:
-        """Wait a moment for a session that is being made: its request may end before it is there."""
+        """Wait a moment for a session that is being made: the request may end before that."""
         followed = self._followed.get(request_id)
         if followed is None or followed.lookup is None or followed.lookup.done():
             return
@@ -378,9 +379,9 @@ class SchedulerSide:
             self._wait_shortly(followed.lookup)
 
     def _opened(self, followed: Followed, plan: StepPlan) -> Opened | None:
-        """The sessions of a request; None while they are looked up, and where it is not saved.
+        """The sessions of a request; None while they are looked up, and where the request is not saved.
 
-        The first time the plan tells the worker of them.
+        The first call that finds them tells the worker of them, in the plan.
         """
         request_id = followed.request.request_id
         opened = followed.lookup.result() if followed.lookup is not None and followed.lookup.done() else None
@@ -410,7 +411,7 @@ class SchedulerSide:
             if waited_s >= SAVE_WAIT_S or not self.link.answers(followed.since_s, self._settings.answer_s):
                 return False
             self._begin_lookup(followed)
-            # A save takes as long as many steps: those that compute do not wait for it.
+            # A save takes as long as many steps: a step that computes does not wait for it.
             if followed.lookup is None and self._is_idle:
                 worker = WORKERS.get(self._worker_key)
                 saved = worker.ending_of(followed.session_name) if worker is not None else None
@@ -430,23 +431,23 @@ class SchedulerSide:
 
     def _wait_shortly(self, answer: "Future[Any]") -> None:
         """Wait for a thread's answer, while this step may: many requests may wait for a store that hangs."""
-        # Threads of this process look up and save, and would have to ask a busy loop for each of their turns.
+        # A loop that asks again and again would keep the interpreter from the threads that look up and save.
         if self._patience_s > 0 and not answer.done():
             begun_s = time.monotonic()
             wait([answer], self._patience_s)
             self._patience_s -= time.monotonic() - begun_s
 
     def _leave(self, request_id: str) -> Followed | None:
-        """Follow a request no more; what was followed."""
+        """Follow a request no more. Returns what was known of it."""
         followed = self._followed.pop(request_id, None)
         if followed is not None and followed.lookup is not None and not followed.is_open:
-            # One that has begun puts it in the queue as it ends.
+            # A look-up that has begun puts the request into the queue as it ends.
             followed.lookup.cancel()
             followed.lookup.add_done_callback(lambda _lookup: self._queue.left(request_id))
         return followed
 
     def _hinted(self, request_id: str, said: Said) -> None:
-        """Tell at once what a request says of other conversations."""
+        """Tell hints about other conversations at once, and keep those about the request's own."""
         own = [hint for hint in said.hints if not hint.session]
         if own:
             self._own_hints[request_id] = said.session_name, own
@@ -458,7 +459,7 @@ class SchedulerSide:
             followed.lookup = self._threads.submit(self._look_up, followed)
 
     def _look_up(self, followed: Followed) -> Opened | None:
-        """Each rank's session, and what all of them have of the prompt; None where one is not usable."""
+        """The look-up, as its thread runs it. See `Followed.lookup`."""
 
         def missed() -> None:
             if not followed.answered.done() and self._can_wait(followed.request):
@@ -478,7 +479,7 @@ class SchedulerSide:
             return opened
 
         try:
-            # Whatever a call raises: a request's tokens, id and place are its caller's, too.
+            # A call may raise anything: a request's tokens, id and place come from its caller.
             return self.link.call(look, None)
         finally:
             if not followed.answered.done():
@@ -500,6 +501,6 @@ def _no_blocks(request_id: str) -> "KVCacheBlocks":
 
 def is_plain(request: "Request") -> bool:
     """Whether a prompt's token ids say all that its rows depend on, besides the model."""
-    # With inputs of its own a prompt has ids as well: they are the same whatever stands in for a token.
+    # A prompt with embeddings or pictures has ids as well, which are the same for each picture.
     has_tokens_alone = request.prompt_embeds is None and not request.mm_features
     return bool(request.prompt_token_ids) and has_tokens_alone and request.lora_request is None

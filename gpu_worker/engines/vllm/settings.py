@@ -56,12 +56,12 @@ class SavedState(enum.Enum):
 
     @property
     def kind(self) -> StateKind:
-        """The kind of the streams that have it."""
+        """The kind of its streams."""
         return _KINDS[self]
 
     @property
     def is_portable(self) -> bool:
-        """Whether it is rows that passes show, which other engines save and restore too."""
+        """Whether other engines save and restore the same rows."""
         return self is not SavedState.BLOCKS
 
 
@@ -84,12 +84,12 @@ class ConnectorSettings(StoreSettings):
     restore_timeout_s: Seconds = 5.0
     """How long a request may wait for its rows, while the store answers.
 
-    `timeout_s` is how long a look-up may hold it up, and a store that does not answer, together.
+    `timeout_s` bounds the waits for a look-up and for a store that does not answer, together.
     """
 
     @property
     def saved(self) -> SavedState:
-        """The kind of state that is saved of a token."""
+        """The enum of `state`."""
         return SavedState(self.state)
 
 
@@ -101,7 +101,7 @@ class ConnectorSettings(StoreSettings):
 def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: ConnectorSettings) -> None:
     """Raise Refused for an engine whose state would not be right, or would not be seen."""
     saved = settings.saved
-    # By its name alone: of a repository the link says where its files are missing.
+    # Check the name alone: the link says where a repository's files are missing.
     model_id_of(Path(config.model_config.model), settings)
     parallel = config.parallel_config
     if parallel.world_size > (parallel.tensor_parallel_size if saved is SavedState.BLOCKS else 1):
@@ -155,7 +155,7 @@ def layer_caches(kv_cache_config: "KVCacheConfig") -> dict[str, LayerCache]:
         by_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
         for name in group.layer_names:
             caches[name] = LayerCache(by_layer.get(name, spec), number)
-    # By the numbers in their names: layer 10 comes behind layer 9.
+    # Sort by the numbers in names: layer 10 comes behind layer 9.
     return dict(sorted(caches.items(), key=lambda item: ([*map(int, re.findall(r"\d+", item[0]))], item[0])))
 
 
@@ -182,16 +182,16 @@ def link_for(
     version: Callable[[], str | None],
     parts: "list[CallerModel] | None" = None,
 ) -> StoreLink[CallerModel]:
-    """A link to the store for the engine's model: that of the first of these ranks.
+    """A link to the store, for the model of the first of these ranks.
 
-    `layouts` come once the engine has its blocks; `parts` becomes the models of all of them, for a link by
-    which nothing is saved. `version`: of its weights, see `WeightsName`.
+    `layouts` come once the engine has its blocks. `parts`: a list that gets the models of all ranks, for a
+    link that saves nothing. `version`: that of the weights, see `WeightsName`.
     """
-    # The first time alone: behind a restart of the store conversations come back that can be restored.
+    # Only the first link waits for the arena: after a store's restart there are conversations to restore.
     patience = iter([POPULATE_S])
 
     def register(client: Client) -> CallerModel:
-        # While the engine starts, and not in the step that first needs it.
+        # Map the arena while the engine starts, not in the step that first needs it.
         client.map_arena(is_written=parts is None)
         named = version() or ""
         directory = directory_of(config)
@@ -201,11 +201,11 @@ def link_for(
                 _block_spec(config, directory, model_id, layout, rank)
                 for rank, layout in sorted(layouts.result().items())
             ]
-            # A model for each rank: its blocks have other heads in them.
+            # Each rank has a model of its own, since its blocks hold other heads.
             models = [client.models.register(with_version(spec, named)) for spec in specs]
         else:
             described = _described(directory, model_id, config.model_config.dtype)
-            # Of weights that were changed the files' output says nothing.
+            # The files' probe says nothing of weights that were changed.
             probe = None if named else described.probe
             models = [client.models.register(with_version(described.spec, named), probe)]
         if parts is not None:
@@ -227,7 +227,7 @@ def streams_of(model: CallerModel, saved: SavedState) -> list[Stream]:
 def model_id_of(directory: Path, settings: ConnectorSettings) -> str:
     """The model's id in the store. Raises Refused."""
     model_id = settings.model_id or directory.resolve().name
-    # With the ends that tell configurations of blocks apart, and versions of weights.
+    # The id gets two more ends: one for the configuration of blocks, one for the version of weights.
     longest = id_of_version(model_id + TAG.format("0" * TAG_DIGITS), "any")
     if not MODEL_ID.fullmatch(longest):
         problem = f"{model_id!r} does not match {MODEL_ID.pattern} with {len(longest) - len(model_id)}"
@@ -250,7 +250,7 @@ def engine_facts(config: "VllmConfig") -> str:
     model = config.model_config
     return json.dumps(
         {
-            # Rotary embeddings of long contexts differ by it.
+            # Rotary embeddings of long contexts depend on it.
             "max_model_len": model.max_model_len,
             "quantization": str(model.quantization),
             "dtypes": f"{model.dtype} {config.cache_config.cache_dtype}",

@@ -1,4 +1,4 @@
-"""What the weights that an engine has loaded are called in the store, and whether they are called anything.
+"""The version by which the store knows an engine's loaded weights, or that they have none.
 
 vLLM lets weights be changed in place: `reload_weights`, weight transfer, sleep, or any function that a caller
 runs in its workers. State of other weights must be neither restored nor saved under the old name.
@@ -35,8 +35,8 @@ def first_version(config: "VllmConfig", given: str) -> str | None:
     return None if str(config.load_config.load_format) == "dummy" else FILES
 
 
-# Owned by vLLM's scheduler thread. Whoever is told of another version ends what goes on under the old one:
-# requests in flight have state of both.
+# Owned by vLLM's scheduler thread. `renewed` ends what goes on under the old version: requests in flight have
+# state of both.
 class WeightsName:
     """The version of the loaded weights, as the scheduler's side of a connector knows it."""
 
@@ -47,7 +47,7 @@ class WeightsName:
         self._renewed = renewed
         self._engine = _engine_being_made()
         self._told = self._told_last = self._told_now()
-        """vLLM's own version of the weights, when they got their name, and when it was looked at last."""
+        """vLLM's own version of the weights: when they got their name, and at the last look."""
         self._is_empty = True
         """Whether nothing was computed since vLLM's own caches were empty."""
         if self.version is None:
@@ -56,17 +56,17 @@ class WeightsName:
             )
 
     def reset(self, *, is_empty: bool) -> None:
-        """The weights are others, or will be before the next pass. `is_empty`: vLLM's own caches are."""
+        """The weights have changed, or will before the next pass. `is_empty`: vLLM's own caches are empty."""
         self._is_empty = is_empty
         self._told_last = self._told_now()
         if not is_empty:
             self._take_away("vLLM's own cache still has what the old weights computed")
             return
-        # Unique in the world: no other engine finds what this one saves, and no later process.
+        # The name is unique: no other engine and no later process finds what this engine saves.
         self._give(self._told_last if self._told_last != self._told else f"epoch-{uuid.uuid4().hex}")
 
     def changed(self, version: str) -> None:
-        """A worker noticed that the weights are not those any more that had this version."""
+        """A worker noticed that weights of this version are not loaded any more."""
         if version == self.version:
             self._take_away("the weights were changed, and nobody said so")
 
@@ -103,8 +103,8 @@ class WeightsName:
 
 
 def _engine_being_made() -> "Callable[[], EngineCore | None]":
-    """The engine that makes its connector now: vLLM gives a connector neither it nor its version."""
-    # By their type and not by `isinstance`: some objects answer that by work of their own.
+    """The engine that makes its connector now: vLLM tells a connector neither the engine nor its version."""
+    # Ask for the type, not by `isinstance`: some objects do work of their own to answer that.
     engines = [one for one in gc.get_objects() if issubclass(type(one), EngineCore)]
     made = [one for one in engines if "scheduler" not in vars(one)]
     return weakref.ref(made[-1]) if made else lambda: None

@@ -1,10 +1,10 @@
 """The worker's side: restores state into the engine's blocks, and saves what the engine computes.
 
-`engine_blocks.py`, `kv_rows.py` and `hidden_rows.py` know what the state is; threads of the saver commit it.
-Steps come from vLLM's worker thread. An engine that has no request left makes no step: where the scheduler is
-in this process, it says itself that a request ended. Loads run in threads of their own, between steps. Worst
-case: a store that does not answer holds up the request that restores from it, for `timeout_s`; one that does,
-and is slow, for `restore_timeout_s`. Then the load is given up, and writes to no block any more.
+`engine_blocks.py`, `pass_rows.py` and `hidden_rows.py` know what the state is; threads of the saver commit
+it. Steps come from vLLM's worker thread. An engine that has no request left makes no step: where the
+scheduler is in this process, it says itself that a request ended. Loads run in threads of their own, between
+steps. Worst case: a store that does not answer holds up the request that restores from it, for `timeout_s`; a
+slow store does for `restore_timeout_s`. Then the load is given up, and writes to no block any more.
 """
 
 import threading
@@ -57,8 +57,8 @@ LOAD_THREADS = 2
 class EngineState(Protocol):
     """One kind of an engine's state: saved, and put back.
 
-    Used by vLLM's worker thread, within steps; `load` by others, with blocks that no step uses, and on a CPU
-    `save` by another, which has ended when the next step begins.
+    vLLM's worker thread uses it within steps. Other threads call `load`, with blocks that no step uses. On a
+    CPU another thread calls `save`, which has ended when the next step begins.
     """
 
     @property
@@ -86,17 +86,17 @@ class EngineState(Protocol):
     def load(
         self, rows: SessionRows, streams: Mapping[int, Stream], item: BlockLoad, writing: Writing
     ) -> None:
-        """Put the rows of these layers where the request has its blocks, within `writing` alone."""
+        """Write rows of these layers into the request's blocks, within `writing` alone."""
 
     def save(self, saves: Iterable[BlockSave]) -> None:
         """A step was computed that filled these blocks."""
 
     def renewed(self) -> None:
-        """The model has other weights: what was made of the old ones is made anew."""
+        """The model has other weights: make anew what was made of the old weights."""
 
 
 class Loading(Bringing):
-    """A restore that is under way. Given up, its blocks are the engine's, which computes them."""
+    """A restore that is under way. Once it is given up, the engine computes its blocks itself."""
 
     def __init__(self, item: BlockLoad, opened: Opened | None, check: Callable[[], None]) -> None:
         super().__init__(item.sessions[0].name)
@@ -108,7 +108,7 @@ class Loading(Bringing):
 
 
 class WorkerSide:
-    """Restores state into the engine's blocks, and saves what it computes."""
+    """The connector's part in a worker."""
 
     def __init__(
         self, config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: ConnectorSettings
@@ -119,9 +119,9 @@ class WorkerSide:
         self.layouts: Future[Mapping[int, BlockLayout]] = Future()
         """How this rank's blocks lie in memory, where they are what is saved."""
         self._version = first_version(config, settings.weights_version)
-        """Of the weights, as the last step had it. Used by vLLM's worker thread."""
+        """The weights' version at the last step. Used by vLLM's worker thread."""
         self.changed_version: str | None = None
-        """The one that the weights had before they were found to be others."""
+        """The version of weights that are not loaded any more; None while no change was noticed."""
         self._watch: WeightsWatch | None = None
         self.link = link_for(config, patient, self.layouts, lambda: self._version)
         self._rank = config.parallel_config.rank
@@ -143,11 +143,11 @@ class WorkerSide:
         self._loading: dict[str, Loading] = {}
         """By request. Used by vLLM's worker thread."""
         self._lock = threading.RLock()
-        """Over which sessions are saved: the scheduler's thread may end one."""
+        """Over the sessions that are saved: the scheduler's thread may end a save."""
         WORKERS[worker_key(config, settings)] = self
 
     def attach(self, caches: Mapping[str, Tensor]) -> None:
-        """These are the engine's caches, by layer. Raises Refused."""
+        """Take the engine's caches, by layer. Raises Refused."""
         modules = self._config.compilation_config.static_forward_context
         self._watch = WeightsWatch(model_with(modules[next(iter(caches))]))
         if self._settings.saved.is_portable:
@@ -176,7 +176,7 @@ class WorkerSide:
                 state.own(self._own(name), block_ids)
 
     def finish(self, name: str, hints: Sequence[HintAction] = ()) -> None:
-        """The request of a session ended: save what there is of it, and no more; then tell these hints.
+        """The request of a session ended: save the session to its end, then tell these hints.
 
         Called by any thread.
         """
@@ -191,7 +191,7 @@ class WorkerSide:
             self.hints.tell(hints, own)
 
     def ending_of(self, name: str) -> Future[CacheError | None] | None:
-        """Done when a session is saved whose request ended; None where none did, or that was taken."""
+        """Done when an ended request's session is saved; None where none ended, or the result was taken."""
         with self._lock:
             return self._endings.get(name)
 
@@ -224,7 +224,7 @@ class WorkerSide:
         return ended, failed
 
     def save(self, saves: Iterable[BlockSave]) -> None:
-        """Save what the step has computed: on a CPU beside what follows, until the next step begins."""
+        """Save what the step has computed. On a CPU a thread copies it, until the next step begins."""
         with self._lock:
             items = [item._replace(session_name=self._own(item.session_name)) for item in saves]
             state = self._state
@@ -250,8 +250,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Save what is still in staging, then end the threads and the connection."""
-        # In the order in which one needs another: loads and copies use blocks, the saver's end is what
-        # waiters wait for, and the link waits for the layouts, which may never come.
+        # The order matters: loads and copies use blocks, waiters wait for the saver's end, and the link waits
+        # for the layouts, which may never come.
         self._loaders.shutdown(cancel_futures=True)
         with self._lock:
             self._settle()
@@ -282,7 +282,7 @@ class WorkerSide:
         """Save no more of a request whose load failed: the store has other rows of these tokens, or none."""
         name = loading.item.sessions[0].name
         with self._lock:
-            # Where the request is gone, the session may be another one's by now.
+            # Where the request is gone, the session may be another request's by now.
             if self._open.get(name) is loading.opened:
                 self.finish(name)
 
@@ -312,13 +312,13 @@ class WorkerSide:
         return False
 
     def _have_cut(self, name: str) -> None:
-        """Have the store look at all of a damaged session, so that its next turn finds what is whole."""
+        """Have the store check all of a damaged session, so that its next turn finds the whole part."""
         use, token_count = self.link.use(), None
         while use is not None:
             client, model = use
             try:
                 session = client.sessions.get(name)
-                # A session that was damaged and did not become shorter is another one's to mend.
+                # The store did not shorten the session at the last try, and would not at the next.
                 if not session.token_count or session.token_count == token_count:
                     return
                 token_count = session.token_count
@@ -358,7 +358,7 @@ class WorkerSide:
 
     @contextmanager
     def _behind(self, written: torch.cuda.Event | None) -> Iterator[None]:
-        """Work of a device within it begins behind the mark, and has ended when it is left."""
+        """Begin the device's work in this context behind the mark, and wait for its end."""
         if written is None or self._state is None:
             yield
             return
@@ -369,7 +369,7 @@ class WorkerSide:
         stream.synchronize()
 
     def _begin_anew(self, version: str | None) -> None:
-        """The weights have another name, or none, with the lock held: what goes on under the old one ends."""
+        """With the lock held: the weights have another name, or none, so work under the old name ends."""
         for name in list(self._open):
             self.finish(name)
         saver, self._saver = self._saver, None
@@ -383,7 +383,7 @@ class WorkerSide:
         self.link.renew(is_wanted=version is not None)
 
     def _witness(self) -> Callable[[], None]:
-        """Raises ModelChanged, whenever it is called, where the weights are others than the version's now."""
+        """A check that raises ModelChanged once the weights are not those of the present version."""
         watch, version = self._watch, self._version
         sample = None if watch is None or version is None else watch.sample()
 
@@ -416,7 +416,7 @@ class WorkerSide:
         state.opened(session.name, opened.token_count)
 
     def _own(self, name: str) -> str:
-        """This rank's session, of the name that messages give it."""
+        """This rank's session, by the name that messages give it."""
         return self._names.get(name, name)
 
     def _usable_saver(self, state: EngineState) -> Saver | None:
@@ -439,7 +439,7 @@ class WorkerSide:
         self._endings[name] = self._waiters.submit(self._wait_for, self._saver, own)
 
     def _settle(self) -> None:
-        """Wait for copies, with the lock held: the engine may write to its blocks again."""
+        """Wait for copies, with the lock held: afterwards the engine may write to its blocks."""
         for copy in self._copying:
             copy.result()
         self._copying.clear()
