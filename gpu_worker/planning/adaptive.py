@@ -36,8 +36,9 @@ _MOST = math.log(4.0)
 class DriftBounds:
     """When a stage counts as off.
 
-    Reported when the smoothed ratio of observed to predicted is above `enter` or below its inverse for
-    `least_count` observations in a row; over again when it is within `leave`. `weight` of the newest.
+    A stage is reported when its smoothed ratio of observed to predicted seconds is above `enter` or below its
+    inverse for `least_count` observations in a row. The report is over when the ratio is within `leave`.
+    `weight`: that of the newest observation.
     """
 
     enter: float = 1.25
@@ -52,7 +53,7 @@ class DriftBounds:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far a stage may be from its profile, as a factor, before the profile is corrected."""
+    """A stage that is off, and by which factor its predictions are to be corrected."""
 
     stage: Stage
     factor: float
@@ -67,7 +68,7 @@ class _Trend:
 
 
 class DriftDetector:
-    """Watches all stages of one profile. Owned by whoever plans; one thread at a time."""
+    """Watches all stages of one profile. Used by one thread at a time."""
 
     def __init__(self, bounds: DriftBounds | None = None) -> None:
         """`bounds` default to a quarter off, for eight observations in a row."""
@@ -75,7 +76,7 @@ class DriftDetector:
         self._trends = {stage: _Trend() for stage in Stage}
 
     def observe(self, stage: Stage, *, predicted_s: float, observed_s: float) -> Drift | None:
-        """Take one observation; a drift where the stage just turned out to be off.
+        """Take one observation. Returns a drift where the stage just turned out to be off.
 
         Predictions are those of the profile in use, corrections included. Times that say nothing (0 or
         less, not finite) are passed over.
@@ -86,12 +87,12 @@ class DriftDetector:
         trend = self._trends[stage]
         ratio = max(-_MOST, min(_MOST, math.log(observed_s / predicted_s)))
         trend.count += 1
-        # The first ones weigh as in a mean: the smoothed ratio starts where the stage is, not at 1.
+        # First observations weigh as in a mean: the smoothed ratio starts where the stage is, not at 1.
         trend.smoothed += max(self._bounds.weight, 1 / trend.count) * (ratio - trend.smoothed)
         return self._judge(stage, trend)
 
     def rebase(self, stage: Stage) -> None:
-        """Forget a stage whose profile was corrected: what it did before was predicted by another one."""
+        """Forget a stage whose profile was corrected: its ratios were to another profile's predictions."""
         self._trends[stage] = _Trend()
 
     @property
@@ -101,7 +102,7 @@ class DriftDetector:
 
     def _judge(self, stage: Stage, trend: _Trend) -> Drift | None:
         off = abs(trend.smoothed)
-        # In a row: one observation within the border begins the count anew.
+        # An observation within the border begins the count anew.
         trend.off_count = trend.off_count + 1 if off > math.log(self._bounds.enter) else 0
         if trend.is_off:
             trend.is_off = off > math.log(self._bounds.leave)
@@ -156,7 +157,7 @@ class AdaptivePlanner:
         )
 
     def observe(self, stage: Stage, *, predicted_s: float, observed_s: float) -> Drift | None:
-        """Take what a stage of a plan took.
+        """Take how long a stage of a plan took.
 
         A drift is already in the profile; plans made before it are stale.
         """
@@ -164,13 +165,13 @@ class AdaptivePlanner:
         if drift is not None:
             self.profile = self.profile.corrected({drift.stage: drift.factor})
             self._detector.rebase(drift.stage)
-            # Made by the profile before; all of them, as any plan may use the stage.
+            # The plans were made by the old profile, and any of them may use the stage.
             self._plans.clear()
         return drift
 
 
 def stage_seconds(chosen: Plan) -> Mapping[Stage, float]:
-    """Return what a plan predicts for each stage, over all layers: to be compared with what they take."""
+    """Return the seconds that a plan predicts for each stage, over all layers."""
     seconds = dict.fromkeys(Stage, 0.0)
     for piece in (piece for pieces in chosen.layers for piece in pieces):
         seconds[Stage.READ] += piece.read_s

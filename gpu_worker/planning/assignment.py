@@ -128,7 +128,7 @@ def timeline(
 def _steps(
     assignment: Assignment, layers: Sequence[LayerOptions], new_tokens: Pass, token_ids: StreamBlock
 ) -> Iterator[Step]:
-    # Before all layers: 4 bytes a token, which recomputation waits for and nothing else does.
+    # Token ids come before all layers: 4 bytes a token, for which recomputation alone waits.
     if assignment.needs_token_ids:
         yield Step(-1, TOKEN_IDS, token_ids.read_s, token_ids.copy_s)
     for layer, pieces in enumerate(pieces_of(assignment, layers)):

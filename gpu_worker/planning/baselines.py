@@ -124,7 +124,8 @@ def baselines(
     layers: Sequence[LayerOptions], history: int, split_at: SplitAt | None
 ) -> Mapping[str, Assignment]:
     """Return the assignments by name; `split_at` is None where the engine does not split layers."""
-    # Named as papers and operators name them; one that a layer cannot do is left out, not approximated.
+    # Names are those of papers and operators. A baseline that a layer cannot do is left out, not
+    # approximated.
     ways = _ways(layers)
     assignments = {
         RECOMPUTE: _assignment(ways, MethodCounts(len(layers), 0, 0)),
@@ -151,7 +152,7 @@ def split_everywhere(
 
 
 def _ways(layers: Sequence[LayerOptions]) -> list[_Ways]:
-    # By identity: like layers are one object, and are looked at once.
+    # Compare by identity: like layers are one object, and are looked at once.
     kinds = {id(layer): layer for layer in layers}
     known = {
         key: _Ways(_option(layer, Method.HIDDEN), _option(layer, Method.KV), layer.recompute)
@@ -189,7 +190,7 @@ def _assigned(recomputed_count: int, options: Sequence[Option | None]) -> Assign
 
 
 def _times(ways: Sequence[_Ways]) -> LayerTimes | None:
-    """The average layer, where all hold both kinds and one has a state.
+    """The average layer; None unless all layers hold both kinds of rows, and one has any to restore.
 
     Reading and copying count as one stream.
     """

@@ -98,7 +98,7 @@ def step(*, read_s: float = 0.0, copy_s: float = 0.0, compute_s: float = 0.0) ->
 
 
 def is_better_first(block: StreamBlock, other: StreamBlock) -> bool:
-    """Whether `one` before `other` is never worse than the other way round, from any state.
+    """Whether `block` before `other` is never worse than the other way round, from any state.
 
     For two streams this is Johnson's rule (1954) and always holds one way or the other; for three
     streams neither order may be better always.

@@ -57,7 +57,7 @@ def _gemma3(window: int | None) -> Callable[[int], LayerShape]:
 
 def _deepseek(element_bytes: int) -> LayerShape:
     return latent_layer(
-        # The latent and the rotary part, which one row has.
+        # One row has the latent and the rotary part.
         hidden_size=7168, latent_size=512 + 64, head_count=128, head_size=160,
         linear_flops=2 * _DEEPSEEK_ACTIVE_WEIGHTS, element_bytes=element_bytes,
     )  # fmt: skip
@@ -109,7 +109,6 @@ def known_model(name: str, *, element_bytes: int = 2) -> ModelShape:
     return ModelShape(name, tuple(islice(cycle(layers), layer_count)))
 
 
-# HCache's balance bandwidths on an A100 give 0.63 and 0.69 of the peak.
 _GEMM_SHARE = 0.65
 _ATTENTION_SHARE = 0.32
 _BUS_SHARE = 0.8125
@@ -123,7 +122,7 @@ PM9A3_BYTES_PER_S = 6.9e9
 NVLINK = Link(200e9, 20e-6)
 """The rate at which one of several GPUs receives, an estimate: a third of an A100's NVLink."""
 HOST_GATHER = Link(1e9, 300e-6)
-"""The same between processes of a host without GPUs."""
+"""That rate between processes of a host without GPUs."""
 
 
 def _gpu(

@@ -95,7 +95,7 @@ class ExplainedRun:
     copy_s: float
     compute_s: float
     restored_s: float
-    """When the last of them is usable."""
+    """When the last of the layers is usable."""
     reason: str
 
 

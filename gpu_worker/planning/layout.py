@@ -4,9 +4,9 @@ Considers what the planner would choose for each expected return if everything w
 for all layers and nothing but token ids. The least expected seconds win, and of equals the smallest
 layout.
 
-Has what each packed kind costs in predictions, as measured on small real models, of which the worst
-counts (docs/worker.md). A layout that packs some layers loses no more than one that packs all by the
-worst of its kinds.
+A packed kind costs what it cost in the predictions of small real models, the worst of which counts
+(docs/worker.md). A layout that packs some layers loses no more than one that packs all by the worst of its
+kinds.
 
 Pure. Worst case: returns unlike those expected, which are served slower; or a model that takes rounding
 worse than those measured, which `lab/studies/quantization.py` measures.
@@ -62,7 +62,7 @@ _BASE_EVERY = (16, 8, 4)
 """Layers between two bases that are looked at, besides one base for all: recomputation may end at each."""
 
 Kinds = tuple[StateKind | None, ...]
-"""By layer, what of it is saved; None: nothing, token ids do."""
+"""The saved kind by layer; None: nothing of the layer is saved, since token ids do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,8 @@ SNAPSHOT_GRAIN_TOKENS = 32
 def snapshot_every(model: ModelShape, profile: Profile, returns: Sequence[Return]) -> int:
     """Return every how many tokens to take a snapshot of LINEAR layers' states; 0 for never.
 
-    A session as long as the longest return is saved once, and each snapshot on the way takes the time of its
-    bytes to the slowest place that it comes back from. Each return rebuilds the states of half a distance,
-    of all its tokens where nothing is taken. Near the optimum of Young (1974), sqrt(2 T S / (r c)).
+    Each return rebuilds the states of half a distance, or of all its tokens without snapshots. Near the
+    optimum of Young (1974), sqrt(2 T S / (r c)).
     """
     layers = [layer for layer in model.layers if layer.kind is LayerKind.LINEAR and layer.is_from_hidden]
     wanted = [back for back in returns if back.count > 0 and back.history > 0]
@@ -152,12 +151,10 @@ def snapshot_every(model: ModelShape, profile: Profile, returns: Sequence[Return
     #     taking       (longest / E) * S          S: one snapshot's bytes to the slowest place
     #     loading      S for each return
     #     rebuilding   half of E on average, from rows: copying or the mixer, whichever is slower
-    #
-    # Taking falls with E and rebuilding rises: Young's checkpoint interval, sqrt(2 T S / (r c)).
     taking_s = max(sum(profile.transfer_s({back.place: state_bytes})) for back in wanted)
 
     def rebuilding_s(back: Return, tokens: int) -> float:
-        """Bytes and computation overlap: the slower of them."""
+        """The slower of transfer and computation, which overlap."""
         size_bytes = sum(layer.hidden_row_bytes for layer in layers) * tokens
         computing_s = sum(
             profile.project_s(layer, tokens) * layer.state_flops / max(layer.project_flops, 1.0)
@@ -195,7 +192,7 @@ def snapshot_every_by_bytes(model: ModelShape) -> int:
 def kinds_of_form(model: ModelShape, kind: StateKind, held: Kinds) -> Kinds:
     """Return that kind for all layers that have it, and for the others what is held of them.
 
-    Of deltas, one layer in 8 bits below them, or none where token ids give layer 0's input.
+    A delta kind gets one base in 8 bits below it, or none where token ids give layer 0's input.
     """
     layers = model.layers
     if kind in DELTAS:
@@ -230,7 +227,7 @@ def _candidates(case: _Case) -> Iterator[Kinds]:
 
 
 def _sets_of_kinds(engine: EngineAbilities) -> Iterator[frozenset[StateKind]]:
-    """Kinds that may be held together: two each, the best plan hardly needs more (docs/worker.md)."""
+    """Sets of kinds that may be held together: two each, the best plan hardly needs more (docs/worker.md)."""
     wide = frozenset((StateKind.HIDDEN, StateKind.KV, StateKind.LATENT, StateKind.KV_AS_CACHED))
     yield wide
     for packed in _packed(engine):

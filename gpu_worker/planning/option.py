@@ -17,7 +17,7 @@ from gpu_worker.planning.shape import LayerKind, LayerShape
 
 _SPLIT_KINDS = (LayerKind.FULL, LayerKind.SLIDING, LayerKind.LATENT)
 _FEW_OPTIONS = 2
-"""Not worth comparing; and what the papers take is then always there to be compared with."""
+"""So few options are all kept: the papers' options are then always there to be compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class LayerPiece:
     compute_s: float = 0.0
     gather_s: float = 0.0
     snapshot_tokens: int = 0
-    """Tokens behind which a kept copy of the layer's state stands, from which it goes on."""
+    """Tokens behind which a snapshot of the layer's state stands, from which the layer goes on."""
 
     @property
     def device_s(self) -> float:
@@ -144,7 +144,7 @@ def _methods(layer: LayerShape, engine: EngineAbilities) -> tuple[Method, ...]:
     """The methods that are allowed, exact ones first, otherwise those with the smallest rows."""
     kinds = [kind for kind in layer.kinds if kind not in LOSSY_KINDS or kind in engine.lossy_kinds]
     kinds.sort(
-        # The first wins among equal times, and is then the exact one.
+        # Among equal times the first kind wins, and is then an exact one.
         key=lambda kind: (kind in LOSSY_KINDS, 0 if kind not in LOSSY_KINDS else layer.row_bytes(kind))
     )
     return tuple(Method[kind.name] for kind in kinds)
@@ -188,9 +188,9 @@ class _Maker:
     profile: Profile
     methods: tuple[Method, ...]
     hidden_methods: tuple[Method, ...]
-    """From the layer's inputs, those with the smallest rows first."""
+    """Methods from the layer's inputs, the smallest rows first."""
     row_methods: tuple[Method, ...]
-    """From K and V or latents, likewise."""
+    """Methods from K and V or latents, the smallest rows first."""
 
     @classmethod
     def of(
@@ -215,11 +215,11 @@ class _Maker:
         return self._piece(method, begin, end, layer.row_bytes(method.kind), compute_s)
 
     def hidden(self, begin: int, end: int) -> LayerPiece | None:
-        """From the layer's inputs, by the smallest rows of them."""
+        """The layer's inputs, by the held method with the smallest rows."""
         return self._first_held(self.hidden_methods, begin, end)
 
     def rows(self, begin: int, end: int) -> LayerPiece | None:
-        """From K and V or latents, by the smallest rows of them."""
+        """K and V or latents, by the held method with the smallest rows."""
         return self._first_held(self.row_methods, begin, end)
 
     def _first_held(self, methods: tuple[Method, ...], begin: int, end: int) -> LayerPiece | None:
@@ -227,11 +227,11 @@ class _Maker:
         return next((piece for piece in pieces if piece), None)
 
     def _linear(self, method: Method, end: int) -> LayerPiece | None:
-        """From all of a layer's inputs, or its state: one, held at the end of the history."""
+        """A LINEAR layer from all of its inputs, or from its state at the end of the history."""
         if method is Method.HIDDEN:
             compute_s = self.profile.project_s(self.layer, end)
             return self._piece(method, 0, end, self.layer.hidden_row_bytes, compute_s)
-        # A state is one row's worth of bytes at the end of the history, wherever that lies.
+        # A state counts as the row of the last token.
         last = self._piece(method, end - 1, end, self.layer.state_bytes, 0.0)
         return last and LayerPiece(
             method, 0, end, last.size_bytes, last.read_s, last.copy_s, 0.0, last.gather_s
@@ -245,14 +245,13 @@ class _Maker:
         layer, at = self.layer, self.holding.snapshot_tokens
         if layer.kind is not LayerKind.LINEAR or not 0 < at <= end or Method.HIDDEN not in self.methods:
             return None
-        # Only where all of the projection is for the state: K
-        # and V of the same layer need inputs from token 0 on.
+        # Equal where the layer makes no K and V.
         begin = at if layer.state_flops == layer.project_flops else 0
         sizes = dict(self.holding.sizes(StateKind.HIDDEN, begin, end, layer.hidden_row_bytes) or {})
         if not sizes and begin < end:
             return None
         place = next(iter(sizes), StatePlace.DRAM)
-        # The snapshot is taken to lie where the rows behind it do.
+        # The snapshot is assumed to lie where the rows behind it do.
         sizes[place] = sizes.get(place, 0.0) + layer.state_bytes
         # `project_s` is of the state, and of K and V. The state's
         # share of the first `at` tokens is not done again.

@@ -37,17 +37,17 @@ class Method(enum.Enum):
     HIDDEN_INT8 = "hidden_int8"
     """As HIDDEN, from rows in 8 bits: close to what was computed, never equal."""
     KV_INT8 = "kv_int8"
-    """As KV, likewise."""
+    """As KV, from rows in 8 bits: close, never equal."""
     HIDDEN_INT4 = "hidden_int4"
-    """As HIDDEN, from rows in 4 bits, likewise."""
+    """As HIDDEN, from rows in 4 bits: close, never equal."""
     KV_INT4 = "kv_int4"
-    """As KV, likewise."""
+    """As KV, from rows in 4 bits: close, never equal."""
     HIDDEN_DELTA_INT4 = "hidden_delta_int4"
     """As HIDDEN, from the layer below's rows and the difference in 4 bits."""
     HIDDEN_DELTA_INT3 = "hidden_delta_int3"
-    """Likewise, in 3 bits."""
+    """As HIDDEN_DELTA_INT4, in 3 bits."""
     HIDDEN_DELTA_INT2 = "hidden_delta_int2"
-    """Likewise, in 2 bits."""
+    """As HIDDEN_DELTA_INT4, in 2 bits."""
     NOTHING = "nothing"
     """The layer keeps nothing of its own: it reads others' K and V, or attends to nothing."""
 
@@ -58,7 +58,7 @@ class Method(enum.Enum):
 
     @cached_property
     def unpacked(self) -> "Method":
-        """The method that takes the rows once they are wide; itself for rows that always were."""
+        """The method that takes the rows once they are wide; itself for rows that are not packed."""
         return self if self is Method.NOTHING else Method[unpacked(self.kind).name]
 
     @cached_property
@@ -147,7 +147,7 @@ class RestorePlan:
         methods: list[Method] = []
         for part in text.split(","):
             method, first, last = _parse_part(part)
-            # Gaps and repeats alike: each layer is named once, in order.
+            # Gaps and repeats are refused alike: each layer is named once, in order.
             if first != len(methods):
                 raise InvalidArgument(field="plan", problem=f"{part!r} must start at layer {len(methods)}")
             methods += [method] * (last + 1 - first)
@@ -345,7 +345,7 @@ def _parts(layer: int, pieces: Sequence[tuple[Method, int, int]], first_token: i
 
 
 def _check_chains(parts: Sequence[Sequence[LayerPart]], token_count: int, recomputed: int) -> None:
-    """A delta needs all rows of the layer below, and has them when it comes: layers come in order."""
+    """Check that a delta has all rows of the layer below, which comes before it."""
     for layer, some in enumerate(parts):
         if not any(part.method.is_delta for part in some):
             continue
@@ -365,7 +365,7 @@ def _check_chains(parts: Sequence[Sequence[LayerPart]], token_count: int, recomp
 
 
 def _check_covers(layer: int, parts: Sequence[LayerPart], token_count: int) -> None:
-    """A token that no part brings back would be announced as it was.
+    """Check that parts cover all tokens: one that no part brings back would be announced as it was.
 
     No parts: the layer has no state of its own.
     """

@@ -101,7 +101,7 @@ class Plan:
 
 
 def plan(request: PlanRequest) -> Plan:
-    """Decide. Raises InvalidArgument(field="holding") for what can neither be restored nor recomputed.
+    """Plan a restore. Raises InvalidArgument(field="holding") for what has no way back.
 
     Chains of deltas come back whole, or no delta is used: `_with_chains`.
     """
@@ -179,7 +179,7 @@ def _with_chains(request: PlanRequest, deltas: Mapping[int, StateKind]) -> Itera
             with suppress(InvalidArgument):
                 yield _plan(request, problem.embedded(request) if is_embedded else problem, is_bound=True)
         if recomputed >= max(deltas):
-            # Behind the last chain the search itself finds how many.
+            # Behind the last chain the search itself finds how many layers to recompute.
             return
 
 
@@ -206,7 +206,7 @@ def _plan(request: PlanRequest, problem: "_Problem", *, is_bound: bool = False) 
 
 
 def _not_searched(request: PlanRequest, problem: "_Problem", *, is_exact: bool) -> Iterable[Assignment]:
-    """The papers' assignments that the search may have missed: all of them, or many splits only."""
+    """The papers' assignments that the search may have missed: all, or only those that split many layers."""
     splitter = _splitter(request)
     # A search that was cut short may have missed what the papers would do: none of them may be better.
     if not is_exact:
@@ -262,7 +262,7 @@ class _Problem:
         return cls(_options(request), Pass(_prefill_s(request), request.engine.starts_by_layer), token_ids)
 
     def behind(self, recomputed: int, chained: Collection[int]) -> "_Problem":
-        """So many layers recomputed, and no more of those that are chained, nor of those before them."""
+        """The problem with so many layers recomputed, and no more of them up to the last chained layer."""
         last = max(chained, default=-1)
         known: dict[tuple[int, bool, bool], LayerOptions] = {}
 
@@ -284,7 +284,7 @@ class _Problem:
         return replace(self, layers=layers)
 
     def embedded(self, request: PlanRequest) -> "_Problem":
-        """The same, with layer 0 out of what token ids give: one projection, and no pass through it."""
+        """The problem with layer 0's input from token ids: one projection, and no pass through the layer."""
         shape, history = request.model.layers[0], request.history
         compute_s = request.profile.project_s(shape, history, Method.HIDDEN)
         piece = LayerPiece(Method.TOKENS, 0, history, compute_s=compute_s)

@@ -145,7 +145,7 @@ class Profile:
         return self.factors.get(stage, 1.0)
 
     def transfer_s(self, size_bytes: Mapping[StatePlace, float]) -> tuple[float, float]:
-        """Seconds of reading and of copying for one layer's rows that lie so."""
+        """Seconds of reading and of copying for one layer's rows, by where they lie."""
         ssd, remote = size_bytes.get(StatePlace.SSD, 0.0), size_bytes.get(StatePlace.REMOTE, 0.0)
         staged, read_s, copy_s = sum(size_bytes.values()), self.remote.seconds(remote), 0.0
         if self.is_direct and ssd:

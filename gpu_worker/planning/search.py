@@ -165,7 +165,7 @@ class LikeLayers:
     option_count: int
     kind: _Kind
     powers: tuple[list[StreamBlock], ...]
-    """By option: it once, twice, ...; empty where the run is one layer."""
+    """By option: its block once, twice, ...; empty where the run is one layer."""
 
     def ways(
         self, state: State, begin: int, limits: Sequence[SearchBound], best_s: float, *, may_split: bool
@@ -211,7 +211,7 @@ class LikeLayers:
         return self.blocks[pick] if count == 1 else self.powers[pick][count]
 
     def _range(self, count: int, slack: Sequence[float], first: int, last: int) -> range:
-        """How often the first option may be taken: what the bounds, linear in it, leave."""
+        """How often the first option may be taken within the bounds."""
         low, high = (0, count) if first != last else (count, count)
         # Each bound is linear in that number, and leaves an interval of it.
         for room, cost in zip(slack, self.kind.costs, strict=True):
@@ -373,12 +373,12 @@ class _Search:
         for root in roots[:2]:
             self._descend(root)
         splits = sorted(self._split_roots())
-        # By run, and behind the last one what needs none.
+        # By the run at which a root enters. Roots in the last list need no run.
         entering: list[list[_Way]] = [[] for _ in range(len(self._runs) + 1)]
         ends = [run.end for run in self._runs]
         for root in sorted(chain(roots, splits)):
             entering[bisect_right(ends, root.layer)].append(root)
-        # By run: a way in the front stands behind run i - 1, and roots enter at the run in which they begin.
+        # A way in the front stands behind run i - 1. Roots enter at the run in which they begin.
         front: list[_Way] = []
         for i, run in enumerate(self._runs):
             front = self._through(run, front, entering[i], len(self._runs) - i)
@@ -421,7 +421,7 @@ class _Search:
             frontier = self._layers[count].frontier
             if id(frontier) not in least:
                 least[id(frontier)] = [min(map(bound.cost, frontier)) for bound in self._bounds]
-            # Not made at all where even the cheapest split cannot beat the best end.
+            # No root is made where even the cheapest split cannot beat the best end.
             if all(
                 bound.cost(begun) + cost + bound.rest_s[count + 1] < self._best_s
                 for bound, cost in zip(self._bounds, least[id(frontier)], strict=True)
@@ -503,7 +503,7 @@ class _Search:
         return self._kept(_undominated(ways), runs_left)
 
     def _entering(self, roots: list[_Way]) -> Iterator[_Way]:
-        """Where plans begin here, the most promising first; only that one when there were too many steps."""
+        """Roots that enter here, the most promising first; beyond the step limit that one alone."""
         for i, root in enumerate(roots):
             if root.bound_s >= self._best_s:
                 return

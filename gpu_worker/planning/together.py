@@ -92,7 +92,7 @@ def plan_together(requests: Sequence[PlanRequest]) -> PlannedTogether:
 
 
 def ways(request: PlanRequest) -> tuple[Way, ...]:
-    """Plans for one session, the one that is best alone first; none that another one beats on all streams."""
+    """Plans for one session, the best one alone first, without those that another beats on all streams."""
     plans = [plan(request)]
     for price in PRICES:
         with suppress(InvalidArgument):
@@ -111,12 +111,11 @@ def ways(request: PlanRequest) -> tuple[Way, ...]:
 def arranged(sessions: Sequence[Sequence[Way]]) -> PlannedTogether:
     """The order of sessions, and a way for each, of those given."""
     blocks = [[way.block for way in some] for some in sessions]
-    # The order that is best for one stream, by the time of a session alone.
+    # Shortest first is best for one stream.
     shortest = sorted(range(len(blocks)), key=lambda index: blocks[index][0].read_to_compute_s)
     as_given = list(range(len(blocks)))
-    # As asked for, each as if it were alone: never worse than that.
     order, best = as_given, _followed(blocks, as_given)
-    # Three beginnings, of which the best one is improved on:
+    # Three beginnings, of which the best is improved on, so that the result is no worse than the first:
     #
     #     as asked for, plans as if alone  │  shortest first, plans chosen  │  as asked for, plans chosen
     for other in (shortest, as_given):
@@ -169,7 +168,7 @@ def _choose(blocks: Sequence[Sequence[StreamBlock]], order: Sequence[int]) -> _C
 
 
 def _kept(candidates: list[_Chosen], *, left: int) -> list[_Chosen]:
-    """The most promising: the next session waits for the stream that is free last."""
+    """The most promising candidates, `WIDTH` at most, without those that another beats."""
     # Sessions behind wait for the streams: the mean of the three is a guess of how long.
     candidates.sort(key=lambda chosen: (chosen.total_s + left * sum(chosen.state) / len(START), chosen.state))
     kept: list[_Chosen] = []
@@ -196,8 +195,7 @@ def _improved(
     is_better = True
     while is_better and left > 0:
         is_better = False
-        # One session taken out and put in elsewhere; the first
-        # change that helps is kept and the search goes on from it.
+        # The first change that helps is kept, and the search goes on from it.
         for begin, end in ((i, j) for i in range(len(order)) for j in range(len(order)) if i != j):
             left -= 1
             if left < 0:
