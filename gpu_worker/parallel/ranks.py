@@ -72,7 +72,7 @@ class EngineRanks:
     # -- for rounds --------------------------------------------------------------------------------
 
     def store(self, deadline: Deadline) -> Store:
-        """A connection of its own to where ranks leave messages: one that waits holds up others.
+        """A new connection to the store of messages: a wait on a shared one would hold up other rounds.
 
         Raises RankLost.
         """
@@ -110,19 +110,19 @@ class EngineRanks:
             raise RestoreTooLate(what="the restore before it")
 
     def exit(self) -> None:
-        """The round that entered is over."""
+        """End the round that entered."""
         self._lock.release()
 
     def use(self, name: str) -> bool:
-        """Take a name of a round; False for one that was used."""
+        """Take a round's name; False where it was used before."""
         if name in self._rounds:
             return False
-        # Names are kept as long as their messages: one that comes again would find the former round's.
+        # A name is kept as long as its messages: a second round of that name would find those of the first.
         self._rounds.append(name)
         return True
 
     def forgotten(self) -> str | None:
-        """The name of a round that is long over."""
+        """Forget the oldest round beyond `ROUNDS_KEPT`, and return its name."""
         return self._rounds.popleft() if len(self._rounds) > ROUNDS_KEPT else None
 
     def group_name(self) -> str:
@@ -145,8 +145,8 @@ class EngineRanks:
         return self._group
 
     def disconnect(self) -> None:
-        """End the connections: whoever waits on them is told."""
-        # The object's end closes its sockets, and ranks that wait on them get an error.
+        """End the connections: ranks that wait on them get an error."""
+        # The group's sockets close with the last reference to it.
         self._group, self._group_name = None, ""
 
     def forget_store(self) -> None:
@@ -155,8 +155,8 @@ class EngineRanks:
 
 
 def _connected(store: Store, share: ModelShare, device: torch.device, timeout: timedelta) -> ProcessGroup:
-    # Made one by one, not by init_process_group: a worker serves several engines, and ranks that failed
-    # meet again.
+    # `init_process_group` makes one group for a process. A worker serves several engines, and ranks that
+    # failed meet again.
     group: ProcessGroup
     if device.type == "cuda":
         options = _c10d.ProcessGroupNCCL.Options()
@@ -168,7 +168,7 @@ def _connected(store: Store, share: ModelShare, device: torch.device, timeout: t
 
 
 def timeout_of(deadline: Deadline) -> timedelta:
-    """The time that is left."""
+    """The time that is left, and never none."""
     return timedelta(seconds=max(deadline.left_s, _LEAST_S))
 
 

@@ -13,7 +13,7 @@ restore is whole for all ranks or for none. Waits end at the restore's deadline.
 the connections that rows went over, so that every rank which waits on them is told; the next round makes
 new ones.
 
-Worst case: a rank that is gone, at which every restore is a miss until it is back.
+Worst case: a rank is gone, and every restore is a miss until it is back.
 """
 
 import json
@@ -56,7 +56,7 @@ class Gather(Protocol):
 #
 # Each byte is read from the store once in all, and goes over the links between devices to the others.
 class Gathering:
-    """See Compute: `compute` on the rows of all ranks."""
+    """A Compute that works on the rows of all ranks."""
 
     def __init__(self, compute: Compute, gather: Gather) -> None:
         self._compute, self._gather = compute, gather
@@ -65,7 +65,6 @@ class Gathering:
     def restore(self, layer: int, method: Method, data: Tensor, begin: int, room: LayerRoom) -> None:
         """See Compute; `data` are this rank's rows of the tokens that `room` is for."""
         began_ns = time.perf_counter_ns()
-        # Room is for all tokens of the batch; `data` is this rank's part of them.
         rows = self._gather.gather(data, len(room.pages.slots))
         self._seconds[Stage.of(method)] += (time.perf_counter_ns() - began_ns) / 1e9
         self._compute.restore(layer, method, rows, begin, room)
@@ -79,8 +78,8 @@ class Gathering:
         self._compute.recompute(schedule, token_ids, target)
 
     def apart(self, observed_s: Mapping[Stage, float]) -> Mapping[Stage, float]:
-        """Seconds of the stages. Gathering, which ran within others, is a stage of its own."""
-        # The pipeline times both as one piece of work: gathering is taken out of the stage that it ran in.
+        """Seconds of the stages, with gathering as a stage of its own."""
+        # The pipeline times a gather within the stage that it ran in.
         within = {stage: max(0.0, observed_s.get(stage, 0.0) - part) for stage, part in self._seconds.items()}
         return {**observed_s, **within, Stage.GATHER: sum(self._seconds.values())}
 
@@ -157,7 +156,7 @@ class Round(Protocol):
 
 
 class SharedRound:
-    """See Round. Also what gathers rows in it."""
+    """A round that this rank shares with others. Also gathers rows: see Gather."""
 
     def __init__(self, ranks: EngineRanks, name: str, deadline: Deadline) -> None:
         self._ranks, self._name, self._deadline, self._share = ranks, name, deadline, ranks.share
@@ -180,11 +179,12 @@ class SharedRound:
         if self._share.rank == 0:
             self._enter()
             self._take_name(is_said=self._store.check([self._key("terms")]))
-            # Told with the terms, so that all ranks make new connections in the same round or none does.
+            # The group's name goes with the terms, so that all ranks make new connections in the same round.
             self._group_name = self._ranks.group_name()
             self._say("terms", _encode({"group": self._group_name, "terms": terms}))
         else:
-            # By the first rank's word, which has one round at a time: rounds come in one order to all.
+            # Enter by the first rank's word: it has one round at a time, so all ranks enter rounds in one
+            # order.
             heard = self._hear("terms", 0)
             self._enter()
             self._take_name()
@@ -204,7 +204,7 @@ class SharedRound:
         self._meet("ready")
 
     def connect(self, device: torch.device) -> None:
-        """Have connections to gather over. Raises RankLost."""
+        """Take the connections to gather over. Raises RankLost."""
         self._group = self._ranks.connect(self._group_name, device, self._deadline)
 
     def whole(self) -> None:
@@ -217,7 +217,7 @@ class SharedRound:
         group, ranks = self._group, self._share.tensor_ranks
         if group is None:
             raise RankLost(rank=self._share.rank, problem="the round is over")
-        # All-gather wants equal parts: shorter ones are filled up, and what was filled in is cut off behind.
+        # All-gather wants equal parts: a shorter one is filled up with zeros, which are cut off behind.
         most = -(-count // ranks)
         if len(own) < most:
             own = torch.cat((own, own.new_zeros(most - len(own), own.shape[1])))
@@ -238,7 +238,7 @@ class SharedRound:
     def fail(self, error: BaseException) -> None:
         """Tell the others, as far as they can be told, and end the connections."""
         self._group = None
-        # Only the round that holds the connections ends them: one that never entered would end another's.
+        # A round that never entered would end another round's connections.
         if self._is_entered:
             self._ranks.disconnect()
         problem = _encode({"failed": error.reason if isinstance(error, CacheError) else type(error).__name__})
@@ -247,7 +247,7 @@ class SharedRound:
         # Messages of that name belong to the round that used it first.
         if self._is_foreign:
             return
-        # In place of all that others may still wait for: each of them hears of the failure at its next wait.
+        # Messages that are not left yet become the failure: each rank hears of it at its next wait.
         for what in (*first, *own, self._mine("ready"), self._mine("end")):
             try:
                 self._say(what, problem)
@@ -255,7 +255,7 @@ class SharedRound:
                 return
 
     def leave(self) -> None:
-        """End of the round, for this rank."""
+        """End the round for this rank."""
         if not self._is_entered:
             return
         self._group = None
@@ -273,7 +273,7 @@ class SharedRound:
         return self._connection
 
     def _broke(self) -> None:
-        """The store did: the next round makes a new connection to it."""
+        """The store broke: the next round makes a new connection to it."""
         self._connection = None
         self._ranks.forget_store()
 
@@ -310,7 +310,7 @@ class SharedRound:
             self._store.wait([self._key(what)], timeout_of(self._deadline))
             message = self._store.get(self._key(what))
         except RuntimeError as error:
-            # A wait that timed out is the other rank's; one that broke earlier is the store's.
+            # A wait that timed out is the other rank's fault, one that broke earlier the store's.
             if self._deadline.left_s:
                 self._broke()
             raise RankLost(rank=rank, problem=f"says nothing: {problem_of(error)}") from error
@@ -346,7 +346,7 @@ class SharedRound:
 
 
 class Alone:
-    """See Round: the only rank."""
+    """A round of a single rank, which has nobody to agree with."""
 
     def agree(self, terms: Mapping[str, Any], pieces: Sequence[Any]) -> Sequence[Any]:
         """See Round."""

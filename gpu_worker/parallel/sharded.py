@@ -75,7 +75,7 @@ class ShardedAdapter(Adapter):
 
 
 def shard(adapter: Adapter, share: ModelShare) -> Adapter:
-    """The adapter of one rank; the one given where a rank has all heads. Raises InvalidArgument."""
+    """The adapter of one rank; `adapter` itself where the rank has all heads. Raises InvalidArgument."""
     if share.tensor_ranks == 1:
         return adapter
     # A state has heads of its own sorts, which models lay out in their own ways.

@@ -31,12 +31,12 @@ class ModelShare:
 
     @property
     def layer_count(self) -> int:
-        """Layers that it has."""
+        """Layers that the rank has."""
         return self.end_layer - self.first_layer
 
     @property
     def rank(self) -> int:
-        """Its number among all ranks of all stages."""
+        """The rank's number among all ranks of all stages."""
         return self.stage * self.tensor_ranks + self.tensor_rank
 
     @property
@@ -45,9 +45,9 @@ class ModelShare:
         return self.stages * self.tensor_ranks
 
     def tokens(self, begin: int, end: int) -> tuple[int, int]:
-        """The part of tokens [begin, end) that it reads.
+        """The part of tokens [begin, end) that the rank reads.
 
-        Parts are disjoint, in order of ranks, and all but the last ones as long.
+        Parts are disjoint, in order of ranks, and equally long but for the last ones.
         """
         # 10 tokens on 4 ranks: [0, 3) [3, 6) [6, 9) [9, 10); 2 tokens: [0, 1) [1, 2) [2, 2) [2, 2).
         most = -(-(end - begin) // self.tensor_ranks)
