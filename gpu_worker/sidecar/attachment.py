@@ -51,22 +51,22 @@ class RestoreControl:
         return self._cancel is not None
 
     def check(self) -> None:
-        """Raise why it has ended, or RestoreTooLate."""
+        """Raise the error with which the restore has ended, or RestoreTooLate."""
         if self._error is not None:
             raise self._error
         self.deadline.check("the restore")
 
     def write(self, begin: Callable[[], Callable[[], None]]) -> None:
-        """Begin to write, unless it has ended. `begin` returns what cancels it. Raises as `check` does."""
+        """Begin to write, unless the restore has ended. `begin` returns how to cancel. Raises as `check`."""
         # Checking and beginning are one step: an end that comes between them would find nothing to cancel.
         with self._lock:
             self.check()
             self._cancel = begin()
 
     def end(self, error: CacheError | None = None) -> bool:
-        """End it.
+        """End the restore.
 
-        True: nothing was written, and nothing will be; else it is cancelled, and ends by itself.
+        True: nothing was written, and nothing will be. Else the restore is cancelled, and ends by itself.
         """
         with self._lock:
             if self._cancel is None:
@@ -78,21 +78,21 @@ class RestoreControl:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How it ended: whole, or why not."""
+    """The end of a restore: whole, or why not."""
 
     error: CacheError | None
 
 
 class Running:
-    """One restore: what is told of it, and who ends it."""
+    """One restore under way: its events, and its end."""
 
     def __init__(self, control: RestoreControl, block_ids: Sequence[int]) -> None:
         self.control = control
         self.block_ids = frozenset(block_ids)
-        """The blocks that it may write to."""
+        """The blocks that the restore may write to."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when its thread has ended."""
-        # Unbounded, but for a layer and one end each: a restore has only so many layers.
+        """Done when the restore's thread has ended."""
+        # Without a bound of its own: an event for each layer, and one for the end.
         self._events: asyncio.Queue[int | End] = asyncio.Queue()
 
     def layer(self, layer: int) -> None:
@@ -100,18 +100,20 @@ class Running:
         self._events.put_nowait(layer)
 
     def over(self, error: CacheError | None) -> None:
-        """Its thread has ended; nothing is written any more."""
-        # Before the error is told: from there on it may be kept for long.
+        """The restore's thread has ended; nothing is written any more."""
+        # Frames are cleared before the error is told, since it may then be kept for long.
         _forget_frames(error)
         self._events.put_nowait(End(error))
         self.ended.set_result(None)
 
     def stop(self, error: CacheError) -> bool:
-        """End it.
+        """End the restore.
 
-        True: nothing was written, nor will be; else it is cancelled, and `ended` says when that is so.
+        True: nothing was written, nor will be. Else the restore is cancelled, and `ended` says when it is at
+        rest.
         """
-        # It writes: the pipeline is cancelled, and its thread tells the end when all lanes are at rest.
+        # The restore writes: its pipeline is cancelled, and its thread tells the end when all lanes are at
+        # rest.
         if not self.control.end(error):
             return False
         self._events.put_nowait(End(error))
@@ -123,8 +125,7 @@ class Running:
             async with asyncio.timeout(self.control.deadline.left_s):
                 return await self._events.get()
         except TimeoutError:
-            # Once it writes, the pipeline itself ends it by its deadline, and says so when it has come to
-            # rest.
+            # Once the restore writes, the pipeline ends it by the deadline, and says so when it is at rest.
             self.stop(RestoreTooLate(what="the session"))
             return await self._events.get()
 
@@ -143,7 +144,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Attachment:
-    """One engine."""
+    """One attached engine."""
 
     attachment_id: str
     engine: str
@@ -152,25 +153,25 @@ class Attachment:
     memory: Regions
     save_area: Regions | None
     evicted: "asyncio.Future[CacheError]"
-    """Why the worker ended it; not done while it lasts."""
+    """Why the worker ended the attachment; not done while it lasts."""
     ranks: EngineRanks | None = None
     """The engine's other ranks; None where it has all of the model."""
     running: dict[str, Running] = field(default_factory=dict)
     threads: "set[asyncio.Future[None]]" = field(default_factory=set)
-    """The ends of threads that use the memory, those of restores that are over for the engine too."""
+    """Ends of threads that use the memory. A restore that is over for the engine may still have one."""
     used_s: float = field(default_factory=time.monotonic)
-    """When it was last asked to restore or to save, or attached: of the monotonic clock."""
+    """When the engine last attached, restored or saved, by the monotonic clock."""
     is_closed: bool = False
-    """Whether its memory was let go of."""
+    """Whether its memory was unmapped."""
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes that are mapped for it."""
+        """Bytes of the engine's memory that are mapped."""
         return self.memory.size_bytes + (self.save_area.size_bytes if self.save_area else 0)
 
     def shares_memory(self, other: "Attachment") -> bool:
         """Whether a byte of its keys and values may be one of another's."""
-        # Exports of VMM memory have no identity: two of them may be one, and are taken to be.
+        # Exports of VMM memory have no identity: two exports may be the same memory, and count as such.
         if self.memory.kin & other.memory.kin:
             return True
         mine, theirs = (list(each.memory.covered(each.layout)) for each in (self, other))
@@ -184,12 +185,13 @@ class Attachment:
         """Take a restore on. Raises RestoreAlreadyExists, BlockInUse."""
         if restore_id in self.running:
             raise RestoreAlreadyExists(restore_id=restore_id)
-        # Blocks of one engine alone: those of others are in other memory (`shares_memory`).
+        # Other engines' blocks are in other memory (`shares_memory`).
         for other_id, other in self.running.items():
             if shared := running.block_ids & other.block_ids:
                 raise BlockInUse(block_id=min(shared), restore_id=other_id)
         self.running[restore_id] = running
-        # Apart from `running`, which forgets a restore as soon as nothing is written for it.
+        # `running` forgets a restore as soon as nothing is written for it, `threads` when its thread has
+        # ended.
         self.threads.add(running.ended)
         running.ended.add_done_callback(self.threads.discard)
 
@@ -199,14 +201,14 @@ class Attachment:
             del self.running[restore_id]
 
     async def end_all(self, error: CacheError) -> None:
-        """End what is under way, and wait until nobody uses the memory any more."""
+        """End the restores under way, and wait until no thread uses the memory any more."""
         for running in list(self.running.values()):
             running.stop(error)
-        # Cancelled ones too: unmapping under a thread that writes would kill the process.
+        # Cancelled restores have threads too: unmapping under a thread that writes would kill the process.
         await asyncio.gather(*self.threads)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory."""
         self.memory.close()
         if self.save_area is not None:
             self.save_area.close()
@@ -215,7 +217,8 @@ class Attachment:
         """Bytes of the save area. Raises InvalidArgument."""
         if self.save_area is None:
             raise InvalidArgument(field="attachment_id", problem="was attached without a save area")
-        # Before each use: an engine may have shrunk its shared memory, and touching what is gone is SIGBUS.
+        # Checked before each use: an engine may have shrunk its shared memory, and touching what is gone is
+        # SIGBUS.
         self.save_area.check()
         if not 0 <= offset <= self.save_area.size_bytes - size_bytes:
             problem = f"{stream}: bytes [{offset}, {offset + size_bytes}) are not within the save area"
@@ -238,7 +241,7 @@ class BlocksTarget(PagedTarget):
         self._begin = begin
 
     def first_token(self, layer: int) -> int:
-        """See Target: those before are in the engine's cache already."""
+        """See Target: tokens before `begin` are in the engine's cache already."""
         return max(self._begin, super().first_token(layer))
 
 

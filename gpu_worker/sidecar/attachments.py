@@ -1,4 +1,4 @@
-"""The attachments of a worker: which engines are attached, how a name is taken over, and how much may be.
+"""The attachments of a worker: which engines are attached, how a name is taken over, and the limits.
 
 ```
    attach ──► weights read, memory opened ──► an engine of that name or memory is evicted ──► listed
@@ -6,9 +6,8 @@
    detach, evict ──► not listed any more ──► threads come to rest ──► memory unmapped
 ```
 
-Owned by the event loop; weights are read and memory is opened in threads. Worst case: an attach that fails,
-which leaves everything as it was but for the engine of that name that it would have taken over, which
-stays.
+Owned by the event loop; weights are read and memory is opened in threads. Worst case: an attach fails, which
+leaves the attached engines as they were.
 """
 
 import asyncio
@@ -48,7 +47,7 @@ _MODEL_NAME = re.compile(r"models/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Attachments:
-    """All that are attached. Call `attach`, then `detach`."""
+    """All attached engines. Call `attach`, then `detach`."""
 
     def __init__(
         self, settings: WorkerSettings, client: Client, models: AttachedModels, opener: Opener
@@ -61,9 +60,8 @@ class Attachments:
         self._by_id: dict[str, Attachment] = {}
         self._by_engine: dict[str, Attachment] = {}
         self._mapped: list[Attachment] = []
-        """Attachments whose memory is mapped: writes for them may still be under way."""
         self._detaching: set[asyncio.Task[None]] = set()
-        # One that takes another's place is there before that one is gone.
+        # An engine that takes another's place is attached before that one is gone.
         self.room = AdmissionLimit("attached engines", settings.max_attachments)
         self._mapped_bytes = 0
 
@@ -71,7 +69,7 @@ class Attachments:
         return iter(list(self._by_id.values()))
 
     def get(self, attachment_id: str) -> Attachment:
-        """One by its id. Raises AttachmentNotFound."""
+        """The attachment of an id. Raises AttachmentNotFound."""
         attachment = self._by_id.get(attachment_id)
         if attachment is None:
             raise AttachmentNotFound(attachment_id=attachment_id[:64])
@@ -86,13 +84,13 @@ class Attachments:
         )
 
     def used(self, attachment_id: str) -> Attachment:
-        """One by its id, which is asked to do something. Raises AttachmentNotFound."""
+        """The attachment of an id, which is used now. Raises AttachmentNotFound."""
         found = self.get(attachment_id)
         found.used_s = time.monotonic()
         return found
 
     async def attach(self, hello: attachment_pb2.AttachHello) -> Attachment:
-        """Attach an engine; one of the same name is detached first. Raises as the proto says."""
+        """Attach an engine; another one of that name is detached first. Raises as the proto says."""
         # All that the hello says by itself is checked before a weight is read, which may take minutes.
         spec, directory = _checked(hello)
         share = _share(hello, spec.layer_count)
@@ -124,10 +122,10 @@ class Attachments:
             evicted=asyncio.get_running_loop().create_future(),
             ranks=None if share is None else EngineRanks(share, hello.rank.rendezvous),
         )
-        # Counted before the wait for another engine: two attaches at once must not both see the same room.
+        # The bytes count before the wait for another engine: two attaches at once must not see the same room.
         self._mapped_bytes += attachment.mapped_bytes
         try:
-            # Again and again: another one may come while the one before it is waited for.
+            # In a loop: another engine may attach while this one waits for the end of the engine before.
             while (before := self._before(attachment)) is not None:
                 await self.evict(before, EngineTakenOver(engine=hello.engine))
         except BaseException:
@@ -139,11 +137,12 @@ class Attachments:
         return attachment
 
     def _before(self, attachment: Attachment) -> Attachment | None:
-        """The attachment that must go first: of the same name, or still written for in its memory.
+        """The attachment that must go first: of the same name, or with restores that write to this memory.
 
         Raises MemoryInUse.
         """
-        # Not listed ones too: a restore of an engine that left may still write to that memory.
+        # Attachments that are not listed too: a restore of an engine that left may still write to that
+        # memory.
         sharing = [each for each in self._mapped if attachment.shares_memory(each)]
         for other in sharing:
             if other.attachment_id in self._by_id and other.engine != attachment.engine:
@@ -178,7 +177,7 @@ class Attachments:
 
     async def _detach(self, attachment: Attachment) -> None:
         await attachment.end_all(RestoreCancelled())
-        # Its stream and whoever evicts it both detach: memory is unmapped once.
+        # The stream and an eviction both detach: memory is unmapped once.
         if not attachment.is_closed:
             attachment.is_closed = True
             self._mapped.remove(attachment)
@@ -193,7 +192,7 @@ class Attachments:
         self, directory: Path, spec: ModelSpec, probe: ModelProbe | None, share: ModelShare | None
     ) -> AttachedModel:
         """The model, read and registered with the store."""
-        # Read first: the store learns of a model only when the files are known to be the engine's.
+        # Read the files first: the store learns of a model only when the files are known to be the engine's.
         model = self._models.get(directory, spec, share)
         self._client.models.register(spec, probe)
         return model

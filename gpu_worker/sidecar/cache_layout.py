@@ -1,8 +1,8 @@
 """Cache layouts: where an engine's keys and values lie, checked before a byte is written.
 
-Pure: knows messages, sizes and strides, no memory. A box is which bytes a tensor covers, and two boxes
-may share a byte. Worst case: a layout that cannot be right is refused with the field that is wrong.
-Tensors that interleave in a way that no cache has count as overlapping.
+Pure: knows messages, sizes and strides, no memory. A box is the set of bytes that a tensor covers. Worst
+case: a layout that cannot be right is refused with the field that is wrong. Tensors that interleave in a way
+that no cache has count as overlapping.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,18 +32,18 @@ class Box:
 
     @classmethod
     def of(cls, offset: int, axes: tuple[Axis, ...], element_bytes: int) -> "Box":
-        """The box of axes in any order; those of one index are left out."""
+        """The box of axes in any order; axes of one index are left out."""
         kept = (axis for axis in axes if axis.count > 1)
         return cls(offset, tuple(sorted(kept, key=lambda axis: axis.stride, reverse=True)), element_bytes)
 
     @property
     def size_bytes(self) -> int:
-        """From its first byte to behind its last."""
+        """Bytes from the first one to the last one, gaps included."""
         return self.element_bytes + sum((axis.count - 1) * axis.stride for axis in self.axes)
 
     @property
     def end(self) -> int:
-        """Behind its last byte."""
+        """The offset behind the last byte."""
         return self.offset + self.size_bytes
 
     def covers_itself_once(self) -> bool:
@@ -80,14 +80,14 @@ def overlap(box: Box, other: Box) -> bool:
             overlap(Box(0, inner.axes, inner.element_bytes), Box(gap, against.axes, against.element_bytes))
             for gap in _gaps(shift, outer.stride, box.axes[0].count, other.axes[0].count, inner, against)
         )
-    # One of them has an axis more: each of its repetitions near the other one is looked at.
+    # One box has an axis more: each of its repetitions near the other box is looked at.
     longer, shorter = (box, other) if which == 0 else (other, box)
     inner = _inside(longer)
     first = (shorter.offset - longer.offset - inner.size_bytes) // outer.stride + 1
     last = (shorter.end - longer.offset - 1) // outer.stride
     near = range(max(first, 0), min(last, outer.count - 1) + 1)
     if len(near) > 1 and shorter.axes:
-        # The other one spans several repetitions by strides of its own.
+        # The other box spans several repetitions by strides of its own.
         return True
     return any(
         overlap(Box(longer.offset + i * outer.stride, inner.axes, inner.element_bytes), shorter) for i in near
@@ -154,7 +154,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """A paged cache: of each layer where keys and values lie."""
+    """A paged cache: where the keys and values of each layer lie."""
 
     dtype: DType
     block_count: int
@@ -162,7 +162,7 @@ class CacheLayout:
     layers: tuple[tuple[TensorPlace, TensorPlace], ...]
 
     def check_blocks(self, block_ids: Sequence[int], token_end: int) -> None:
-        """Raise InvalidArgument(field="block_ids") unless they are room for `token_end` tokens, each once."""
+        """Raise InvalidArgument(field="block_ids") unless blocks hold `token_end` tokens, each once."""
         needed = -(-token_end // self.block_tokens)
         if len(block_ids) != needed:
             problem = f"{len(block_ids)} blocks, {token_end} tokens lie in {needed}"

@@ -99,7 +99,7 @@ class WorkerClient(Closing):
     def attach(
         self, hello: attachment_pb2.AttachHello, *, timeout_s: float = ATTACH_TIMEOUT_S
     ) -> "AttachedEngine":
-        """Attach; it lasts until it is closed, or this process ends. Raises as the proto says."""
+        """Attach an engine until the result is closed, or this process ends. Raises as the proto says."""
         return AttachedEngine(self, hello, timeout_s)
 
     def pass_descriptors(self, fds: Sequence[int]) -> "PassedDescriptors":
@@ -135,7 +135,7 @@ class WorkerClient(Closing):
             raise Unavailable(target=self._target, problem="the client is closed") from error
 
     def close(self) -> None:
-        """End every call; what is attached by this client and did not leave before is lost."""
+        """End every call; engines that this client attached and that did not leave are lost."""
         self._channel.close()
 
 
@@ -169,7 +169,7 @@ class AttachedEngine(Closing):
             self.welcome = welcome
         except CacheError as error:
             self._requests.put(None)
-            # The timer has run: what gRPC says is that this client cancelled, and the deadline is why.
+            # The timer has run: gRPC says that this client cancelled, and the deadline is why.
             if not late.is_alive():
                 raise DeadlineExceeded(target="attach", timeout_s=f"{timeout_s:g}") from error
             raise
@@ -179,7 +179,7 @@ class AttachedEngine(Closing):
 
     @property
     def attachment_id(self) -> str:
-        """Its name in the other rpcs."""
+        """The attachment's name in the other rpcs."""
         return self.welcome.attachment_id
 
     def check(self) -> None:
@@ -233,7 +233,7 @@ class AttachedEngine(Closing):
     def cancel(self, restore_id: str) -> bool:
         """Cancel a restore; nothing is written for it any more when this returns.
 
-        Whether it was under way.
+        Returns whether it was under way.
         """
         request = worker_pb2.CancelRequest(attachment_id=self.attachment_id, restore_id=restore_id)
         return self._client.call(self._client.stub.Cancel, request).was_running
@@ -295,7 +295,7 @@ class AttachedEngine(Closing):
 class PassedDescriptors(Closing):
     """Descriptors that the worker has.
 
-    A context manager; to be left when the attach that names them is done.
+    A context manager; leave it when the attach that names them is done.
     """
 
     def __init__(self, path: str, fds: Sequence[int], timeout_s: float) -> None:
@@ -306,7 +306,8 @@ class PassedDescriptors(Closing):
             self._socket.connect(path)
             rights = array.array("i", fds)
             self._socket.sendmsg([self.ticket], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-            # Waited for: an attach that names the ticket may reach the worker before the descriptors do.
+            # Wait for the answer: an attach that names the ticket may reach the worker before the descriptors
+            # do.
             is_taken = self._socket.recv(1) == b"\x01"
         except OSError as error:
             self._socket.close()
@@ -318,7 +319,7 @@ class PassedDescriptors(Closing):
             raise Unavailable(target=path, problem="the descriptors were not taken")
 
     def descriptor(self, index: int) -> attachment_pb2.PassedDescriptor:
-        """One of them, as a handle names it."""
+        """A descriptor, as a handle names it."""
         return attachment_pb2.PassedDescriptor(ticket=self.ticket, index=index)
 
     def close(self) -> None:

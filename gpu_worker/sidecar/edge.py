@@ -53,8 +53,8 @@ class AdmissionLimit:
         await self._emptied.wait()
 
     def take(self, count: int = 1) -> None:
-        """Take so much more. Raises Draining, TooManyRequests."""
-        # Before the limit: a caller that hears TOO_MANY_REQUESTS would try again here.
+        """Take `count` more. Raises Draining, TooManyRequests."""
+        # Draining comes before the limit: a caller that hears TOO_MANY_REQUESTS would try again here.
         if self._is_draining:
             self.refused[Draining.reason] += 1
             raise Draining
@@ -65,7 +65,7 @@ class AdmissionLimit:
         self._emptied.clear()
 
     def give_back(self, count: int = 1) -> None:
-        """It is over."""
+        """Give back what was taken."""
         self.taken -= count
         if not self.taken:
             self._emptied.set()
@@ -94,7 +94,7 @@ class WorkerEdge(grpc.aio.ServerInterceptor):
     ) -> "Handler | None":
         """See grpc.aio.ServerInterceptor."""
         method = handler_call_details.method
-        # Wrapped once by its name: grpc asks for the handler at every call.
+        # A handler is wrapped once: grpc asks for it at every call.
         if method.startswith(OWN_SERVICES) and method not in self._wrapped:
             handler = await continuation(handler_call_details)
             if handler is not None:
@@ -120,7 +120,7 @@ def _wrap(handler: Any, spans: Spans, method: str) -> Handler:
         async with _answered(context):
             with spans.rpc(method, context.invocation_metadata() or ()):
                 request = _each(read, encoded) if handler.request_streaming else _decoded(read, encoded)
-                # Closed here and now when the engine goes: what the rpc holds ends with it.
+                # The rpc is closed at once when the engine goes, and what it holds with it.
                 async with aclosing(behaviour(request, context)) as responses:
                     async for response in responses:
                         await context.write(response)

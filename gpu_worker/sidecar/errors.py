@@ -46,14 +46,14 @@ class Cancelled(CacheError):
 
 
 class BlockInUse(CacheError):
-    """Blocks of the restore are written to by another one that is under way."""
+    """Blocks of the restore are written to by another restore that is under way."""
 
     reason = "BLOCK_IN_USE"
     template = "block {block_id} belongs to restore {restore_id}"
 
 
 class MemoryInUse(CacheError):
-    """The cache that an engine named lies on that of another one that is attached, or nobody can tell."""
+    """An engine's cache lies on that of another attached engine, or may do so."""
 
     reason = "MEMORY_IN_USE"
     template = "engine {engine} is attached with {what}"

@@ -42,7 +42,7 @@ class Attached(NamedTuple):
     mapped_bytes: int
     """Bytes of engines' memory that are mapped."""
     longest_idle_s: float
-    """0 where nobody is attached."""
+    """The longest that an engine has asked for nothing; 0 where none is attached."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Counts:
     restored_tokens: int = 0
     read_bytes: int = 0
     missed: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Restores that were misses, by reason."""
     predicted_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by stage, of restores that were whole: what their plans said."""
     observed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -61,7 +61,7 @@ class Counts:
     saved: int = 0
     saved_tokens: int = 0
     failed_saves: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Saves that failed, by reason."""
     ended_attachments: Counter[str] = field(default_factory=lambda: Counter({LEFT: 0, LOST: 0}))
     """By how: LEFT, LOST, or the reason for which the worker ended it."""
 
@@ -316,7 +316,7 @@ class UpkeepCounts(Collector):
     kept: int = 0
     changed: int = 0
     left: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Sessions that were due and left as they were, by reason."""
     freed_bytes: float = 0.0
     sweeps: Counter[str] = field(default_factory=lambda: Counter({"whole": 0, "failed": 0}))
     returning: float = 1.0
@@ -392,7 +392,7 @@ class _Certificate:
 
     @classmethod
     def of(cls, guard: MetricsGuard) -> "_Certificate | None":
-        """None where there is none. Raises InvalidConfiguration."""
+        """None where the guard names no certificate. Raises InvalidConfiguration."""
         if guard.certificate is None and guard.key is None:
             return None
         if guard.certificate is None or guard.key is None:
@@ -401,7 +401,7 @@ class _Certificate:
         return cls(guard.certificate, guard.key)
 
     def context(self) -> ssl.SSLContext:
-        """For the handshake that begins now; files that cannot be used change nothing."""
+        """The context of the next handshake, by the files as they are now; unusable files change nothing."""
         stamps = self._stamps()
         if stamps != self._seen:
             try:

@@ -72,7 +72,7 @@ class LazyWeights:
         # Names of tensors only: files are opened anew for each tensor, and none is held open.
         self._files = _index(directory)
         model = _without_memory(directory, _torch_dtype(spec))
-        # Before the adapter: positions are turned by buffers, and the fingerprint has all of them.
+        # Buffers come before the adapter, which turns positions by them. The fingerprint has all of them.
         _fill_buffers(model, self._files, device)
         described = adapt(model)
         self.shape = model_shape(described, spec.model_id)
@@ -139,7 +139,7 @@ class LazyWeights:
 def _anchored(layers: Iterable[DecoderLayer], device: torch.device) -> Iterator[DecoderLayer]:
     """Layers that are on `device`, whatever of them is loaded."""
     for layer in layers:
-        # In the block's place an empty one with a device: the real one is on `meta`, and says so.
+        # An empty block with a device stands in for the real one, which is on `meta` and says so.
         block = nn.Module()
         block.anchor = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
         yield replace(layer, block=block)
@@ -187,7 +187,7 @@ def _fill_buffers(model: PreTrainedModel, files: Mapping[str, Path], device: tor
 
 
 def _index(directory: Path) -> Mapping[str, Path]:
-    """Which file has which tensor."""
+    """The file of each tensor, by the tensor's name."""
     if not directory.is_absolute() or not directory.is_dir():
         raise InvalidArgument(field=FIELD, problem=f"{directory} is no directory by an absolute path")
     file_of: dict[str, Path] = {}
@@ -246,7 +246,7 @@ class AttachedModel:
     ) -> None:
         """`share`: all of the model by default.
 
-        Raises InvalidArgument for one that the model cannot be shared out by.
+        Raises InvalidArgument for a share that the model cannot have.
         """
         layer_count = weights.spec.layer_count
         self.own = CallerModel(weights.spec)
@@ -307,7 +307,7 @@ class AttachedModel:
             return self._planner.plan(self._holding(frozenset(held), token_count), token_count, new_tokens)
 
     def observe(self, plan: Plan, observed: Mapping[Stage, float]) -> None:
-        """Take what the stages of a restore took."""
+        """Take how long the stages of a restore took."""
         predicted = stage_seconds(plan)
         with self._lock:
             for stage, observed_s in observed.items():
@@ -321,8 +321,8 @@ class AttachedModel:
         """
         self.weights.load(layer)
         with self._lock:
-            # Where kernels compute, they take what is made here: by one thread at a time, on the stream
-            # that restores wait for.
+            # Kernels take the weights that are made here, by one thread at a time, on the stream that
+            # restores wait for.
             if self.weights.device.type == "cuda":
                 self._kernel_weights.of(layer)
 
@@ -354,7 +354,7 @@ class AttachedModel:
         layers = []
         for layer in range(self.share.first_layer, self.share.end_layer):
             kinds = tuple(kind for kind in self.kinds if Stream(layer, kind) in held)
-            # One object for like layers: the planner then sees at once that they are.
+            # Like layers share one object, by which the planner knows them.
             layers.append(known.setdefault(kinds, LayerHolding(tuple((kind, spans) for kind in kinds))))
         return Holding(tuple(layers))
 
@@ -370,7 +370,8 @@ class AttachedModels:
         )
         self._lock = threading.Lock()
         self._reading: dict[tuple[Path, bytes, ModelShare | None], threading.Lock] = {}
-        """Held while a model is read: two engines of one read it once, and others do not wait for it."""
+        """Held while a model is read: two engines of one model read it once, and others do not wait for
+        it."""
 
     def get(self, directory: Path, spec: ModelSpec, share: ModelShare | None = None) -> AttachedModel:
         """The model, or a share of it, read if no engine has it attached.
@@ -391,7 +392,7 @@ class AttachedModels:
                 return model
             finally:
                 with self._lock:
-                    # Another may wait for this one still, and finds the model then.
+                    # Another engine may still wait for this lock, and finds the model then.
                     if self._reading.get(key) is reading:
                         del self._reading[key]
 

@@ -35,17 +35,17 @@ class Memory(Protocol):
     data: Tensor
     size_bytes: int
     identity: Hashable
-    """The same for all that map the same memory; None where nobody can tell."""
+    """Equal for mappings of the same memory; None where that cannot be told."""
     begin_bytes: int
     """Where in that memory `data` begins."""
     kin: Hashable
-    """The same for all of which nobody can tell whether they are one memory; None where `identity` tells."""
+    """Equal for mappings that cannot be told apart; None where `identity` tells."""
 
     def check(self) -> None:
-        """Raise InvalidArgument when less is there than was said."""
+        """Raise InvalidArgument for less memory than was said."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Unmap the memory, or close its file."""
 
 
 # From an engine's handles to its tensors:
@@ -77,7 +77,7 @@ class Opener:
                 memory = self._open(region, where, f"{field}[{i}]")
                 opened.callback(memory.close)
                 memories.append(memory)
-            # All are open: from here on closing is the caller's.
+            # All regions are open: from here on the caller closes them.
             kept = opened.pop_all()
         return Regions(memories, kept)
 
@@ -152,7 +152,7 @@ class Regions:
                 yield memory.identity, replace(box, offset=memory.begin_bytes + box.offset)
 
     def close(self) -> None:
-        """Let go of the memory. Views of it must not be used any more."""
+        """Unmap the memory. Views of it must not be used any more."""
         # First the tensors, then the mappings: a view that
         # outlives its memory crashes the process that touches it.
         self._memories.clear()

@@ -1,10 +1,10 @@
 """Moving rows for an attached engine: a session into its cache's blocks, or its save area into a session.
 
 Each call runs in a thread of its own. A restore waits there for the store and for its own pipeline, so that
-no restore waits behind what holds another one up; at most as many rings as restores there may be. Saved rows
-go from the engine's memory right into the store's. Worst case of a save: the store refuses it, and nothing of
-it is visible. Worst case of a restore: the pipeline does not come to rest, and `LaneStuck` says that memory
-may still be written. The process must then end.
+it holds up no other restore. There are at most as many rings as restores. Saved rows go from the engine's
+memory right into the store's. Worst case of a save: the store refuses it, and nothing of it is visible. Worst
+case of a restore: the pipeline does not come to rest, and `LaneStuck` says that memory may still be written.
+The process must then end.
 """
 
 import threading
@@ -43,8 +43,6 @@ RING_SLOTS = 3
 #     event loop          the rpc ──► run_in_executor ────────────► messages to the engine
 #     ctxcache-restore    plan, lease, start ──► wait for each layer ──► drain
 #     lanes               read, copy, verify, compute, announce
-#
-# A pipeline for each: one that waits for a slow store holds up no other restore.
 class Pipelines:
     """Pipelines of one device, made when they are first needed."""
 
@@ -58,21 +56,21 @@ class Pipelines:
 
     @contextmanager
     def lent(self) -> Iterator[Pipeline]:
-        """One that nobody else uses."""
+        """A pipeline that no other restore uses."""
         with self._lock:
-            # The one that was used last: its buffers are in caches still.
+            # The pipeline that was used last: its buffers are in caches still.
             pipeline = self._free.pop() if self._free else None
         if pipeline is None:
             pipeline = Pipeline(device_of(self.device), self._settings)
         try:
             yield pipeline
         finally:
-            # A restore that failed has come to rest too; one that has not ends the process.
+            # A failed restore has come to rest too: one that does not ends the process.
             with self._lock:
                 self._free.append(pipeline)
 
     def close(self) -> None:
-        """End those that nobody uses, all of them. Raises LaneStuck."""
+        """End all pipelines that no restore uses. Raises LaneStuck."""
         with self._lock:
             free, self._free = self._free, []
         with ExitStack() as closing:
@@ -145,7 +143,7 @@ def _restore(
     _check_session(session, asked, attachment)
     held = session.streams()
     plan = outcome.plan = model.plan(held, asked.end, asked.new_tokens)
-    # All that makes ranks read the same rows into the same places: one that differs refuses the round.
+    # All that makes ranks read the same rows into the same places: a difference refuses the round.
     terms = {
         "session": session.name,
         "uid": session.uid,
@@ -159,13 +157,13 @@ def _restore(
     pieces = together.agree(terms, _pieces(plan))
     target = _target(attachment, asked)
     schedule = _schedule(pieces, target, attachment)
-    # Weights before the lease: reading files may take longer than a lease lasts.
+    # Weights come before the lease: reading files may take longer than a lease lasts.
     for layer, parts in enumerate(schedule.parts):
         if any(part.method.unpacked is Method.HIDDEN for part in parts):
             model.load(layer)
     control.check()
     streams: set[Stream] = {*schedule.streams(), *([TOKENS] if asked.token_ids else [])}
-    # Ranks agreed on this one; alone, any generation will do unless the engine names one.
+    # Ranks agreed on this generation. A single rank takes any, unless the engine names one.
     generation = session.generation if isinstance(together, SharedRound) else asked.generation
     with direct.read(
         session, model.own, streams=streams, end=asked.end, if_generation_match=generation
@@ -174,7 +172,7 @@ def _restore(
         outcome.read_bytes = _read_bytes(schedule, rows, share)
         compute = model.compute(torch.arange(asked.end))
         gathering = None
-        # Leases of all ranks are held from here on: none of them can find the session gone.
+        # Leases of all ranks are held from here on: no rank can find the session gone.
         together.ready()
         control.check()
         if isinstance(together, SharedRound) and share.tensor_ranks > 1:
@@ -184,7 +182,7 @@ def _restore(
             begun: list[Restoration] = []
 
             def begin() -> Callable[[], None]:
-                # At the last moment before the first write, as named memory may shrink at any time.
+                # Checked right before the first write, as named memory may shrink at any time.
                 attachment.memory.check()
                 begun.append(
                     pipeline.start(
@@ -196,13 +194,13 @@ def _restore(
                         share=None if gathering is None else share.tokens,
                     )
                 )
-                # From here on whoever ends the restore cancels the pipeline, which comes to rest by itself.
+                # From here on the end of the restore cancels the pipeline, which comes to rest by itself.
                 return begun[0].cancel
 
             control.write(begin)
             _follow(begun[0], share, on_layer, together)
     if isinstance(rows, FiledRows):
-        # Says nothing of reading from the arena, which the plan is for.
+        # Reads from files say nothing of reads from the arena, which the plan is for.
         return
     observed_s = begun[0].observed_s()
     outcome.observed_s = observed_s if gathering is None else gathering.apart(observed_s)
@@ -220,9 +218,9 @@ def _follow(
         for layer in range(share.first_layer, share.end_layer):
             restoration.wait(layer)
             on_layer(layer - share.first_layer)
-        # Layers of other stages too: they have no parts here, and are usable at once.
+        # Wait for layers of other stages too: they have no parts here, and are usable at once.
         restoration.wait_all()
-        # Before the pipeline is left: a rank that failed makes this one's part a miss as well.
+        # Meet before the pipeline is left: a failed rank makes this rank's part a miss as well.
         together.whole()
 
 
@@ -237,7 +235,7 @@ def _pieces(plan: Plan) -> list[list[tuple[str, int, int]]]:
 def _schedule(
     pieces: Sequence[Sequence[tuple[str, int, int]]], target: Target, attachment: Attachment
 ) -> RestoreSchedule:
-    """The layers of the share by their pieces, nothing for those of others.
+    """The layers of the share by their pieces; other layers have none.
 
     Raises InvalidArgument(field="plan").
     """
@@ -276,7 +274,7 @@ def _check_session(session: SessionInfo, asked: RestoreOrder, attachment: Attach
 
 
 def _check_tokens(rows: SessionRows, token_ids: Sequence[int]) -> None:
-    # Not asked for: the engine trusts the session's name.
+    # An engine that gives no ids trusts the session's name.
     if not token_ids:
         return
     stored = rows.token_ids()
@@ -286,7 +284,7 @@ def _check_tokens(rows: SessionRows, token_ids: Sequence[int]) -> None:
 
 
 def save(client: Client, attachment: Attachment, request: worker_pb2.SaveRequest) -> SessionInfo:
-    """Append the rows; the session as it is then. Raises InvalidArgument and what appending raises."""
+    """Append the rows, and return the session. Raises InvalidArgument and what appending raises."""
     rows = _rows_to_save(attachment, request)
     session = _session_to_extend(client, attachment, request, list(rows))
     return client.sessions.open(session, attachment.model.own).append(

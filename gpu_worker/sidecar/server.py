@@ -1,4 +1,4 @@
-"""The worker's process: listens for engines, and at the end lets go of everything in the reverse order.
+"""The worker's process: listens for engines, and at the end closes everything in the reverse order.
 
 Order of the end: health says no, nothing new is taken, restores and saves under way end by a deadline,
 engines' streams end, sockets are removed. Worst case: another worker listens at the path, and this one does
@@ -160,7 +160,7 @@ class Worker:
 
 
 class _Claimed:
-    """A socket's path, by a lock on a file beside it: what another worker left there is in nobody's way."""
+    """A claim to a socket's path, by a lock on a file beside it; removes what a dead worker left there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -183,7 +183,7 @@ class _Claimed:
 
     def __exit__(self, *_: object) -> None:
         self._path.unlink(missing_ok=True)
-        # The lock's file stays: removed, a third worker could lock another one of its name.
+        # The lock's file stays: if it were removed, a third worker could lock a new file of that name.
         os.close(self._fd)
 
 

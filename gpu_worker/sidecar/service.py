@@ -64,7 +64,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         *,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """`on_stuck` ends the process: memory of an engine may be written to by nobody knows whom."""
+        """`on_stuck` ends the process: an engine's memory may still be written to."""
         self._settings, self._client, self._direct, self._pipelines = settings, client, direct, pipelines
         self._attachments, self._on_stuck, self._spans = attachments, on_stuck, spans
         self.counts = Counts()
@@ -72,7 +72,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self.saves = AdmissionLimit("saves under way", settings.max_concurrent_saves)
         # One at a time: two measurements on one device would measure each other.
         self._measuring = AdmissionLimit("measurements", 1)
-        # A thread for each that is admitted: nothing waits for one.
+        # Each admitted restore and save has a thread: none of them waits for one.
         self._restorers = ThreadPoolExecutor(settings.max_concurrent_restores, "ctxcache-restore")
         self._savers = ThreadPoolExecutor(settings.max_concurrent_saves, "ctxcache-save")
 
@@ -91,7 +91,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         hello = await _hello(request_iterator)
         attachment = await self._attachments.attach(hello)
         log.info("attached engine=%s attachment=%s", attachment.engine, attachment.attachment_id)
-        # Read all along: the end of the engine's requests is how its end is seen.
+        # Requests are read all along: their end shows the engine's end.
         ended = asyncio.ensure_future(_has_left(request_iterator))
         how = LOST
         try:
@@ -136,7 +136,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         #     checked ─► admitted (restores.take) ─► blocks and name taken (attachment.begin) ─► thread
         #     thread ends ─► place, name and blocks are given back ─► End ─► result
         #
-        # Once it writes, its blocks are free when the thread has ended, not when the engine stops listening.
+        # Once a restore writes, its blocks are free when the thread has ended, not when the engine stops
+        # listening.
         attachment = self._attachments.used(request.attachment_id)
         asked, timeout_s = asking.restore(request, attachment, self._settings.longest_restore_s)
         touched = asking.touched_blocks(asked, attachment.layout.block_tokens)
@@ -149,7 +150,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                     usable = worker_pb2.LayerUsable(layer=event)
                     yield worker_pb2.RestoreResponse(layer_usable=usable)
         finally:
-            # Also behind a broken stream. A restore that is over already is not changed by this.
+            # A broken stream ends here too. A restore that is over already is not changed by this.
             running.stop(RestoreCancelled())
             # Nothing was written and nothing will be: the blocks are free before the thread has ended.
             if not running.control.is_writing:
@@ -251,7 +252,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         running = self._attachments.get(request.attachment_id).running.get(request.restore_id)
         if running is None:
             return worker_pb2.CancelResponse()
-        # It writes: the answer is owed when nothing of it is written any more.
+        # The restore writes: the answer is owed when nothing of it is written any more.
         if not running.stop(RestoreCancelled()):
             await asyncio.shield(running.ended)
         return worker_pb2.CancelResponse(was_running=True)
@@ -369,7 +370,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def measure(model: AttachedModel, device: torch.device, lengths: Sequence[int]) -> Profile:
-    """Measure at these lengths, ascending, and plan by it from here on."""
+    """Measure at these lengths, ascending, and plan by the measured profile from here on."""
     for layer in range(model.spec.layer_count):
         # Measured layers are projected: their weights must be there.
         model.weights.load(layer)

@@ -56,7 +56,7 @@ class WorkerSettings:
     store_ca: Ca = None
     store_certificate: Certificate = None
     store_key: Key = None
-    # Descriptors are passed beside it.
+    # Descriptors are passed at another socket beside it.
     listen: Annotated[
         Path | None,
         typer.Option(

@@ -65,7 +65,7 @@ class UpkeepSettings:
 
 
 class Stop:
-    """Set by SIGTERM or SIGINT, of which the second one ends the process. Of the main thread, once."""
+    """Set by SIGTERM or SIGINT; the second signal ends the process. Made once, in the main thread."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -75,7 +75,7 @@ class Stop:
             signal.signal(number, self._asked)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for it, or so long."""
+        """Wait until it is set, at most `timeout_s`."""
         # Not an Event: its lock may be held by the very thread that a handler interrupts.
         select.select([self._read], [], [], timeout_s)
 
@@ -142,7 +142,7 @@ class SessionUpkeep:
         return self._engines[name].cost(session_id)
 
     def serve_metrics(self, address: str, opened: ExitStack) -> str:
-        """Serve the counts at `host:port` until `opened` is closed; where. Raises AddressUnusable."""
+        """Serve the counts until `opened` is closed. Returns `host:port`. Raises AddressUnusable."""
         server = MetricsServer(address, self.counts)
         opened.callback(server.stop)
         return server.address
@@ -195,7 +195,7 @@ class SessionUpkeep:
                     else:
                         counts.changed += 1
                         counts.freed_bytes += max(aged.before_bytes - aged.after_bytes, 0.0)
-                    # Told before `stop` is looked at: a session that was changed is never untold.
+                    # Yield before `stop` is looked at: every changed session is told.
                     yield look, aged
                     if stop.is_set:
                         return
@@ -238,7 +238,7 @@ def _found(client: Client, wanted: UpkeepSettings) -> tuple[PreTrainedModel, lis
     candidates = [info.spec for info in infos if wanted.models or _may_be(info, wanted.directory)]
     refused: list[CacheError] = []
     by_dtype: dict[torch.dtype, tuple[PreTrainedModel, list[ModelSpec]]] = {}
-    # Loaded once for each type that the store has the model in; two that match need a choice by name.
+    # The model is loaded once for each type that the store has it in. Matches in two types need a name.
     for dtype in dict.fromkeys(torch_dtype(spec.dtype) for spec in candidates):
         loading = _Directory(wanted.directory, dtype, wanted.device)
         same = []
@@ -246,7 +246,7 @@ def _found(client: Client, wanted: UpkeepSettings) -> tuple[PreTrainedModel, lis
             try:
                 loading.check(spec)
                 same.append(spec)
-            # Kept for the case that the model was asked for by name: then the reason is told.
+            # Where the model was asked for by name, the first refusal is told.
             except (InvalidArgument, ModelFingerprintMismatch) as error:
                 refused.append(error)
         if same:
@@ -268,7 +268,6 @@ def _may_be(info: ModelInfo, directory: Path) -> bool:
     """Whether a model of the store has the directory's size: only those are compared by their weights."""
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     text = config.get_text_config(decoder=True)
-    # From config.json alone: weights of other sizes are not read for a comparison that must fail.
     return (info.layer_count, info.hidden_size) == (text.num_hidden_layers, text.hidden_size)
 
 

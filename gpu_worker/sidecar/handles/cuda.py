@@ -29,7 +29,7 @@ class Driver(Protocol):
         """Map an allocation of another process; its address."""
 
     def close_ipc(self, address: int) -> None:
-        """Unmap it."""
+        """Unmap the allocation at an address."""
 
     def allocation_bytes(self, address: int) -> int:
         """Bytes from the address to the end of its allocation."""
@@ -50,7 +50,7 @@ class Driver(Protocol):
         """Map an allocation there, readable and writable from the device."""
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """Unmap it."""
+        """Unmap addresses."""
 
     def granularity(self, device: int) -> int:
         """The granularity of allocations, in bytes."""
@@ -61,7 +61,7 @@ Show = Callable[[int, int, int], Tensor]
 
 
 class DeviceMemory:
-    """Mapped memory of a GPU. `data` is [size] uint8; `close` unmaps it, whoever still shows it."""
+    """Mapped memory of a GPU. `data` is [size] uint8; `close` unmaps it, even while tensors show it."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class DeviceMemory:
         """Memory of a GPU does not shrink."""
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the memory."""
         self._opened.close()
 
 
@@ -115,7 +115,7 @@ class CudaOpener:
                 raise InvalidArgument(field=field, problem=problem)
             data = self._show(address + offset_bytes, size_bytes, self._device)
             kept = opened.pop_all()
-        # A handle that is opened again has the address that it had.
+        # A handle that is opened again has the same address, so addresses tell memory apart.
         return DeviceMemory(
             data, size_bytes, kept, identity=("cuda", self._device), begin_bytes=address + offset_bytes
         )

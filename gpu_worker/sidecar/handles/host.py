@@ -65,7 +65,7 @@ class HostMemory:
             raise InvalidArgument(field=self._field, problem=problem)
 
     def close(self) -> None:
-        """Let go of the file; what still shows its bytes keeps them mapped."""
+        """Close the file; tensors that still show its bytes keep them mapped."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -111,7 +111,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class DescriptorSocket:
-    """Listens at a path; `claim` hands out what came."""
+    """Listens at a path for descriptors; `claim` hands them out."""
 
     def __init__(self, path: str) -> None:
         self._path = path
