@@ -1,6 +1,6 @@
 """Direct storage: sessions that lie only on SSD, read past the store's arena, into the GPU where that works.
 
-Here, pure: the paths from file to device, and the choice among those that a machine has. Worst case: no path,
+Pure: the paths from file to device, and the choice among those that a machine has. Worst case: no path,
 and everything comes through the store, with the reason. See docs/worker.md.
 """
 
@@ -56,7 +56,7 @@ class KvikioFound:
 #     kvikio fails      posix    posix    posix           posix    off
 #     no GPU            off      posix    posix           posix    off
 def choose(wanted: Wanted, kvikio: KvikioFound | None) -> Live:
-    """The path for what is wanted; `found` of kvikio, None where there is no GPU."""
+    """The path for what is wanted. `kvikio`: the result of its probe, None where there is no GPU."""
     if wanted is Wanted.OFF:
         return Live(DirectPath.OFF, "switched off")
     if wanted is Wanted.POSIX:

@@ -4,9 +4,9 @@ Whole chunks land in memory of the device, and are verified there. Parts of chun
 come by way of the host and are verified there. The store's own reads take over where a file
 fails. This is the only module that imports kvikio, and only when it is first used.
 
-`land` begins reads, of as many batches as the device has buffers for; the copying lane waits for them, and
-no other does. Worst case: rows that turn out wrong on the device are a miss, and the store looks at them
-next; or a device that does not answer, whose read never ends.
+`land` begins reads, of as many batches as the device has buffers for. Only the copying lane waits for them.
+Worst case: rows that turn out wrong on the device are a miss, and the store looks at them next; or a device
+does not answer, and its read never ends.
 """
 
 import threading
@@ -60,7 +60,7 @@ class KvikioFiles:
     """See DeviceFiles."""
 
     def __init__(self, paths: Sequence[str], *, is_gds: bool) -> None:
-        """Open them. Raises TierFailure."""
+        """Open the files. Raises TierFailure."""
         self._paths = tuple(paths)
         self._files: list[Any] = []  # Any: kvikio has no types
         try:
@@ -106,12 +106,12 @@ class DirectSource:
     def __init__(
         self, rows: FiledRows, again: Callable[[], SessionRows], on_failure: Callable[[CacheError], None]
     ) -> None:
-        """`again`: the same rows through the store.
+        """`again`: reads the same rows through the store.
 
         `on_failure` hears why files were given up for this restore.
         """
         self._rows, self._again, self._on_failure = rows, again, on_failure
-        # The reading lane's, and the copying lane's where a read fails there.
+        # Both lanes may give files up: the reading lane, and the copying lane where a read fails there.
         self._lock = threading.Lock()
         # None while files serve. Once they are given up, the store serves for the rest of this restore.
         self._instead: LeasedSource | None = None
@@ -143,13 +143,13 @@ class DirectSource:
             self._others.check()
 
     def abort(self) -> None:
-        """See Source. A read of a file runs to its end: its memory is used by nobody else before."""
+        """See Source. A read of a file runs to its end; its memory is used for nothing else before."""
         others = self._others
         if others is not None and not others.is_local:
             others.close()
 
     def close(self) -> None:
-        """Give back what was taken besides the rows."""
+        """Close the rows that the store gave in the place of files."""
         if self._others is not None:
             self._others.close()
 
@@ -173,7 +173,7 @@ class DirectSource:
 
 
 class Expected(NamedTuple):
-    """A chunk that ends with a batch: whether a checksum is its own, and the error where it is not."""
+    """The checksum that ends with a batch: whether a number is it, and the error where it is not."""
 
     is_right: Callable[[int], bool]
     wrong: Callable[[], CacheError]
@@ -214,7 +214,6 @@ class FileLanding(BatchLanding):
             # Its checksum needs the device's sums of both pieces,
             # and what the store reads is verified by other sums.
             if any(piece.begin or not piece.is_last for piece in self.pieces):
-                # The rest of the chunk is on the device already, and could not be verified any more.
                 raise failures[0]
             # The whole batch comes through the store, which verifies it: nothing is left to be summed up.
             self.pieces, self.judge = (), None
@@ -233,7 +232,7 @@ class FileLanding(BatchLanding):
         return None
 
     def _ended(self) -> list[CacheError]:
-        """Wait for all reads; what failed."""
+        """Wait for all reads. Returns the failures."""
         reads, self.reads = self.reads, []
         return [failure for each in reads if (failure := self._failure(each)) is not None]
 
@@ -281,7 +280,7 @@ class LandingSource(DirectSource):
             try:
                 self._begin(landing, stream, (begin, end), cuts)
             except _FAILED as error:
-                # Nothing may come into this memory later.
+                # Wait for the reads: nothing may come into this memory later.
                 landing.settle()
                 self._give_up(error)
             else:

@@ -70,7 +70,7 @@ def probe_kvikio(device: torch.device, *, timeout_s: float = PROBE_TIMEOUT_S) ->
 
 
 def read_answer(status: int, said: str, complained: str) -> KvikioFound:
-    """The answer of a probe's process when it ended."""
+    """Read what a probe's process said."""
     lines = said.strip().splitlines()
     # The last line of a traceback says what is wrong; the rest is where.
     if status or not lines:
@@ -127,13 +127,14 @@ class DirectStorage:
 
         Raises as Client.read.
         """
-        # Asked for in the usual way: the store reads into the arena, and promotes the session.
+        # Ask the store in the usual way: it reads into the arena, and promotes the session.
         if self._machine.path is DirectPath.OFF:
             return self._client.sessions.open(session, model).read(
                 streams=streams, end=end, if_generation_match=if_generation_match
             )
         self._look(self._client.ssd_files())
-        # Through the store once: it verifies what it reads, and cuts or mends what is wrong.
+        # A suspect is read through the store once: that verifies what it reads, and cuts or mends what is
+        # wrong.
         is_suspect = session.name in self._suspects
         rows = self._client.sessions.open(session, model).read(
             streams=streams,
@@ -141,7 +142,7 @@ class DirectStorage:
             if_generation_match=if_generation_match,
             leave_on_ssd=not is_suspect,
         )
-        # Behind the read: one that raises leaves the session suspect.
+        # Cleared behind the read: a read that raises leaves the session suspect.
         if is_suspect:
             self._suspects.discard(session.name)
         return rows
@@ -162,7 +163,7 @@ class DirectStorage:
                 self.read_bytes += source.read_bytes
 
     def close(self) -> None:
-        """Let the arena go, behind the last restore."""
+        """Unpin the arena, behind the last restore."""
         self.pins.close()
 
     def _direct(self, rows: FiledRows, model: CallerModel) -> DirectSource:
@@ -193,7 +194,7 @@ class DirectStorage:
         log.warning("direct_read_failed reason=%s problem=%r", error.reason, str(error))
 
     def _look(self, files: SsdReader | None) -> None:
-        """Say what these files mean for the path."""
+        """Set the path, by whether these files can be read."""
         if files is not None and files.is_open:
             return self._say(self._machine)
         problem = "the store is not on this host" if files is None else files.problem
@@ -210,14 +211,14 @@ class DirectStorage:
         if self._machine.path not in (DirectPath.GDS, DirectPath.COMPAT):
             return None
         with self._lock:
-            # A store that was started again has files of its own: those of the former one are opened anew.
+            # A store that was started again has other files, which are opened anew.
             if self._opened is not None and self._opened[0] is files:
                 return self._opened[1]
         try:
             opened = self._open(files)
         except TierFailure as error:
             self._failed(error)
-            # For good: a file that kvikio cannot open now would fail at every restore.
+            # Given up for good: a file that kvikio cannot open now would fail at every restore.
             self._machine = Live(DirectPath.POSIX, str(error))
             self._say(self._machine)
             return None

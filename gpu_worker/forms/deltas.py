@@ -79,7 +79,7 @@ def marks_of(stored: Tensor, layer: int) -> Tensor:
 def pack_delta(delta: Tensor, kind: StateKind, base_marks: Tensor, upper: Tensor | None = None) -> Tensor:
     """Differences [T, D] float32 to rows of these marks [T] int32 -> [T, row_bytes] uint8.
 
-    `upper`: how errors are made up for, see `rounding`; without it each is the least by itself. Raises
+    `upper`: how errors are made up for, see `rounding`; without it each element gets its nearest code. Raises
     RowNotRepresentable, ShapeMismatch for a D that is not packed.
     """
     packing = DELTAS[kind]
@@ -184,7 +184,7 @@ def _part(packed: Tensor, begin: int, size_bytes: int, dtype: torch.dtype) -> Te
 
 
 def _put_codes(codes: Tensor, bits: int, packed: Tensor) -> None:
-    """Codes [T, D]: halves of bytes; or pairs of bits, and behind them what is left of 3 bits."""
+    """Put codes [T, D]: as halves of bytes, or as pairs of bits with the third bits behind them."""
     size = codes.shape[1]
     if bits == 4:
         packed[:, : size // 2] = codes[:, 0::2] | (codes[:, 1::2] << 4)
@@ -278,7 +278,8 @@ class Chain:
             if self._kept is None:
                 raise BaseMismatch(stream=str(spec.stream), below=layer - 1, token=0)
             base, marks = self._kept
-            # From the base as it comes back, not as it was: a layer's error is that of its own codes alone.
+            # The delta is to the base as it comes back, not as it was: a layer's error is that of its codes
+            # alone.
             stored = pack_delta(rows.float() - base, kind, marks, self._rounding(layer))
         else:
             stored = as_stored(rows, spec)
@@ -298,7 +299,7 @@ class Chain:
         if self._kept is None:
             raise BaseMismatch(stream=str(stream), below=layer - 1, token=tokens.start)
         rows, marks = (each[tokens] for each in self._kept)
-        # Before the sum: a delta on a wrong base gives rows that look like any other.
+        # Marks are compared before the sum: a delta on a wrong base gives rows that look like any other.
         is_wrong = _part(stored, at.base, 4, torch.int32)[:, 0] != marks
         if bool(is_wrong.any()):
             token = tokens.start + int(is_wrong.int().argmax())

@@ -108,7 +108,6 @@ def rounded(rows: Tensor, steps: Tensor, zeros: Tensor, most: int, places: Tenso
             code = (value / steps[:, i] + zeros[:, i]).round_().clamp_(0, most)
             codes[:, i] = code
             back = (code - zeros[:, i]) * scale[:, i]
-            # An outlier comes back as it was: what came to it is made up for behind it as well.
             error = (value - torch.where(is_outlier[:, i], rows[:, i], back)) / upper[i, i]
             errors[:, i - begin] = error
             work[:, i + 1 : end] -= error.unsqueeze(1) * upper[i, i + 1 : end]

@@ -78,7 +78,7 @@ def widen(packed: Tensor, kind: StateKind, element_count: int, dtype: torch.dtyp
     Raises ShapeMismatch, for places outside a row too.
     """
     rows = quantized(packed, kind, element_count)
-    # Checked on the host's way only: kernels compare places with columns, and take none outside of a row.
+    # Only the host checks places: kernels compare places with columns, and take none outside of a row.
     places = rows.places
     if len(rows) and not bool(((places >= 0) & (places < element_count)).all()):
         raise ShapeMismatch(
@@ -147,7 +147,7 @@ def stored_dtype(spec: StreamSpec) -> torch.dtype:
 
 
 def as_stored(rows: Tensor, spec: StreamSpec, *, token_count: int | None = None) -> Tensor:
-    """Rows [T, row] as `spec` stores them, still where they are: packed where its kind is and they are wide.
+    """Rows [T, row] as `spec` stores them, on their own device. Wide rows of a packed kind are packed.
 
     `token_count` is the T to expect, if one is. Raises ShapeMismatch, UnsupportedDtype, RowNotRepresentable.
     """

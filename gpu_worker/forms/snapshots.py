@@ -12,7 +12,7 @@ their source left; a session that was cut finds what it had up to the cut, and n
 
 Each block says its model, its tokens, its count and its layer once more, and is refused where they are not
 those asked for. A snapshot shortens a restore and is never needed for one: rows of all tokens are kept. Worst
-case: one that is gone or damaged, and the state is rebuilt from rows further back.
+case: a snapshot is gone or damaged, and the state is rebuilt from rows further back.
 """
 
 import hashlib
@@ -90,7 +90,8 @@ class Snapshot:
             if not 0 < self.token_count <= token_count:
                 problem = f"it is of {self.token_count} tokens, the session has {token_count}"
                 raise SnapshotMismatch(layer=layer, problem=problem)
-            # By the tensors that the model's own pass left in the proof: names, shapes and types.
+            # States are compared with those that the model's own pass left in the proof: names, shapes and
+            # types.
             _check(adapter, layer, states)
 
     def put(self, adapter: Adapter, cache: Cache) -> None:
@@ -248,7 +249,8 @@ class Snapshots:
     def latest(self, token_ids: Sequence[int], salt: bytes = b"") -> int:
         """The most of these tokens of which the store has a snapshot; 0 for none.
 
-        Looks at all of them, and at every GRAIN_TOKENS before. A store that fails has none.
+        Looks for a snapshot of all tokens, and at every multiple of GRAIN_TOKENS. A store that fails has
+        none.
         """
         count = len(token_ids)
         # The end is looked for too: turns end anywhere, and leave a snapshot there.
@@ -332,7 +334,7 @@ class Snapshots:
 
 
 def _settle(future: Future[int], timeout_s: float = 0.0) -> None:
-    """A store without room keeps no snapshot, and sessions come back from rows."""
+    """Take the result of a put. A store without room keeps no snapshot: sessions come back from rows."""
     try:
         future.result(timeout_s)
     except TimeoutError as error:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 AS_ROUNDED = {"enable_fp_fusion": False}
-"""Of a launch: a product and a sum behind it are not made one multiply-add, which rounds once."""
+"""For a launch: a product and a sum behind it are not made one multiply-add, which rounds once."""
 
 
 # A head of C = 6 dimensions, 2 pairs of which turn (R = 4), as two tiles of HALF = 4 (3 used):
@@ -23,8 +23,6 @@ AS_ROUNDED = {"enable_fp_fusion": False}
 @triton.jit
 def dimensions(pair, PAIRS: tl.constexpr, SIZE: tl.constexpr, ARE_NEIGHBOURS: tl.constexpr):
     """The two dimensions of each pair as they come: PAIRS of them rotate, of SIZE dimensions."""
-    # 6 dimensions, 2 pairs of which turn: HALVES has 0 with 2 and 1 with 3, NEIGHBOURS 0 with 1 and
-    # 2 with 3; 4 and 5 are paired too, and stay.
     half: tl.constexpr = (SIZE + 1) // 2
     is_turned = pair < PAIRS
     rest = PAIRS + pair

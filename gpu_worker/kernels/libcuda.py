@@ -102,7 +102,7 @@ class Libcuda:
         """See Driver."""
         if device not in self._contexts:
             context = ctypes.c_void_p()
-            # Retained for good: torch works in the same one.
+            # The context is kept for good: torch works in the same one.
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device(device))
             self._contexts[device] = context
         self._call("cuCtxSetCurrent", self._contexts[device])

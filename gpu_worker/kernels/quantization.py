@@ -24,7 +24,7 @@ Above its largest step nothing passes what float16 holds, 65,504.
 MOST_SIZE = 1 << 15
 """Elements of a row: places are signed 16-bit numbers."""
 _ELEMENTS_AT_ONCE = 1 << 20
-"""That are made wide at a time: what comes between stays in the cache of a CPU."""
+"""Elements that are made wide at a time: what comes between stays in the cache of a CPU."""
 
 
 class NotRepresentable(ValueError):
@@ -52,10 +52,11 @@ def quantize(
     token_count, size = rows.shape
     if size > MOST_SIZE:
         raise ValueError(f"rows of {size} elements are longer than {MOST_SIZE}")
-    # In the rows' own type: the order of magnitudes is the same in float32, which takes twice the memory.
+    # Compared in the rows' own type: the order of magnitudes is the same in float32, which takes twice the
+    # memory.
     places = rows.abs().topk(min(outlier_count, size), dim=1).indices
     outliers = rows.gather(1, places).float()
-    # Without its outliers, so that none stretches the steps of its group.
+    # Outliers are taken out, so that none stretches the steps of its group.
     rows = rows.scatter(1, places, 0.0)
     # The last group is filled up with what is in it already.
     filled = torch.cat((rows, rows[:, -1:].expand(-1, -size % group_size)), dim=1).float()
@@ -70,12 +71,12 @@ def quantize(
     #
     # Without the margin a zero that was rounded up would cut off the least value.
     zeros = (least - least.abs() * MARGIN).half()
-    # From the zero as it is stored and not from the least value: the last code must reach the greatest.
+    # Steps begin at the zero as it is stored, not at the least value: the last code must reach the greatest.
     scales = ((greatest - zeros.float()) / most).half()
     # A step that float16 cannot hold is stored as 0. Divided by infinity, all codes of its group become 0; by
     # 0 they would be no numbers.
     steps = torch.where(scales > 0, scales.float(), torch.inf).unsqueeze(-1)
-    # By the step as it is stored, which is what the reader multiplies by.
+    # Divided by the step as it is stored, by which the reader multiplies.
     values = ((groups - zeros.float().unsqueeze(-1)) / steps).round_().clamp_(0, most).to(torch.uint8)
     values = values.view(token_count, -1)[:, :size]
     return Quantized(
@@ -113,10 +114,7 @@ def _dequantize(rows: Quantized, part: slice, out: Tensor) -> None:
 
 
 def check_held(outliers: Tensor, least: Tensor, greatest: Tensor) -> None:
-    """Raise NotRepresentable for the first row that is not finite or too large.
-
-    Amin and amax pass no number on.
-    """
+    """Raise NotRepresentable for the first row that is not finite or too large."""
     # Least and greatest stand for all elements of a group: torch passes a NaN on to both.
     is_finite = torch.isfinite(torch.cat((outliers, least, greatest), dim=1)).all(1)
     is_held = is_finite & (torch.maximum(-least, greatest).amax(1) <= MOST_MAGNITUDE)

@@ -1,4 +1,4 @@
-"""Is it the same model: what says which model it is, and who asks that again, when.
+"""Is it the same model: what identifies a model, and when that is asked again.
 
 ```
    engine made                                 each turn                          rows saved

@@ -54,7 +54,7 @@ _LIBRARIES = (
     "flash_attn",
     "gpu_worker",
 )
-"""Code of theirs counts by its name, all other code by what it does."""
+"""Code of these libraries counts by its name, all other code by what it does."""
 _STANDARD = (f"{sysconfig.get_path('stdlib')}/",)
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _USED = (
@@ -148,8 +148,8 @@ Read = Callable[[Sequence[str], Tensor], Tensor]
 def digest_weights(model: PreTrainedModel, read: Read | None = None) -> str:
     """`tensors:` and the SHA-256 over all parameters and stored buffers that a pass uses, each by its name.
 
-    The names of adapters and of what wraps a layer do not count. `read`: where the contents are, by default
-    here. Raises WeightsNotVisible.
+    The names of adapters and of what wraps a layer do not count. `read`: reads a tensor's contents, by
+    default those in memory. Raises WeightsNotVisible.
     """
     # Tied weights are one tensor with several names: read once, and told under each name.
     names: dict[int, tuple[list[str], Tensor]] = {}
@@ -193,7 +193,7 @@ def look_into(model: PreTrainedModel) -> tuple[str, list[object]]:
     executed = Executed(model)
     looker = _Looker(executed)
     _check_hooks("torch", *(hook for hooks in _global_hooks() for hook in hooks.values()))
-    # Its name does not count: sdpa and eager compute the
+    # The implementation's name does not count: sdpa and eager compute the
     # same rows but for rounding. Code that was put in does.
     implementation = str(getattr(model.config, "_attn_implementation", ""))
     attention = ALL_ATTENTION_FUNCTIONS.get(implementation)
@@ -217,7 +217,7 @@ def has_merged_adapters(model: PreTrainedModel) -> bool:
 class ExecutedPart:
     """A module as a pass uses it.
 
-    `adapters`: those that it adds, in their order; `is_added`: it is part of one.
+    `adapters`: adapters that the module adds, in their order. `is_added`: the module is part of an adapter.
     """
 
     name: str
@@ -227,7 +227,7 @@ class ExecutedPart:
     is_added: bool = False
 
     def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Its own parameters and persistent buffers, as a checkpoint names them."""
+        """The module's own parameters and persistent buffers, as a checkpoint names them."""
         module = self.module
         transient = module._non_persistent_buffers_set  # noqa: SLF001  torch has no other way to ask
         for leaf, tensor in _own(module, has_parameters=True):
@@ -244,7 +244,7 @@ class Executed:
         self._add("", model, is_added=False)
 
     def _add(self, name: str, module: nn.Module, *, is_added: bool) -> None:
-        # The first name of a module that has several is the one that others refer to it by.
+        # Others refer to a module with several names by the first one.
         self.names.setdefault(id(module), name)
         if isinstance(module, torch.jit.ScriptModule):
             raise WeightsNotVisible(
@@ -271,7 +271,7 @@ class Executed:
         if active:
             self.parts.append(ExecutedPart(name, tuner, active, known, is_added=is_added))
         for leaf, child in tuner._modules.items():  # noqa: SLF001  as above
-            # By the wrapper's own name: a wrapped layer is called as it was before.
+            # The wrapped layer gets the wrapper's own name: it is called as it was before.
             if leaf == "base_layer":
                 self._add(name, child, is_added=is_added)
             elif active and child is not None:
@@ -317,7 +317,7 @@ class _Looker:
         )
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())  # noqa: SLF001
         _check_hooks(where, *hooks)
-        # Per module: a bound for what one of them holds, not for large models.
+        # The bound is for what one module holds, not for large models.
         self._left = _VALUES
         absent = sorted(name for name, value in module._parameters.items() if value is None)  # noqa: SLF001
         described = [
@@ -332,7 +332,7 @@ class _Looker:
     def _attributes(self, part: ExecutedPart, where: str) -> Iterator[tuple[str, object]]:
         module = part.module
         skipped = {*_OF_TORCH, *_BOOKKEEPING, *(_OF_ADAPTERS if part.adapters else ())}
-        # Only where it is on: described models that are used have no entry.
+        # Only training leaves an entry: models that are used have none.
         if module.training:
             yield "training", True
         if "_hf_hook" in module.__dict__:
@@ -427,7 +427,7 @@ class _Looker:
             self._under_way.pop()
 
     def _compound(self, value: Any, where: str) -> object:  # noqa: PLR0911  as above
-        # Any: as above.
+        # Any: modules hold what they like.
         self.seen.append(value)
         match value:
             case Mapping():
@@ -463,7 +463,7 @@ class _Looker:
         return self._object(value, where)
 
     def _hidden_module(self, module: nn.Module, where: str) -> object:
-        """A module that no other one has among its submodules, with its weights."""
+        """A module that no other module has among its submodules, with its weights."""
         executed = Executed(module)
         self._names.update(
             {key: f"{where}.{name}" for key, name in executed.names.items() if key not in self._names}
@@ -556,7 +556,8 @@ class _Looker:
             self._called.pop()
 
     def _is_library(self, function: types.FunctionType) -> bool:
-        # By its file: a decorator gives a function the name of what it wraps. Generated code has no file.
+        # The file decides: a decorator gives a function the name of what it wraps. Generated code has no
+        # file.
         path = function.__code__.co_filename
         if path.startswith("<"):
             return path.startswith("<frozen") or _is_named(
@@ -659,7 +660,7 @@ def _is_tuner(module: nn.Module) -> bool:
 
 
 def filled_cells(function: types.FunctionType) -> Iterator[types.CellType]:
-    """The variables of a function's surroundings that it uses, those that have a value."""
+    """The cells of a function's closure that have a value."""
     for cell in function.__closure__ or ():
         try:
             cell.cell_contents  # noqa: B018  raises where it is empty

@@ -1,8 +1,8 @@
-"""Probing: what a model makes of 16 tokens, layer by layer, and whether that is what was made of them before.
+"""Probing: a model's output for 16 tokens, layer by layer, to be compared with what it was before.
 
 The tokens and the places whose values are kept follow from the fingerprint. A pass goes through the
-engine's own way of running the model. Worst case: one pass of 16 tokens when an engine is made; what
-differs behind them is not seen.
+engine's own way of running the model. Worst case: one pass of 16 tokens when an engine is made; a difference
+that shows only at later tokens is not seen.
 """
 
 import hashlib
@@ -54,7 +54,6 @@ def probe_of(adapter: Adapter, spec: ModelSpec, run: Run) -> ModelProbe:
             hook.remove()
     # The first token takes huge values in many models, beside which nothing else would be seen.
     kept = [rows.reshape(TOKEN_COUNT, -1)[1:].flatten() for rows in kept]
-    # Models of more than 64 layers keep fewer values of each.
     group_size = max(1, min(GROUP_SIZE, VALUE_COUNT // len(kept)))
     groups = [
         rows[torch.from_numpy(_numbers(seed, number, group_size) % len(rows)).to(rows.device)]

@@ -44,7 +44,7 @@ from gpu_worker.planning.plan import Method
 #
 #     pass of 2 tokens, step of 1     with hooks: rows [3, row] of each layer, and the cache `own`
 #     the same without hooks          the cache `kept`; own must equal it bit by bit
-#     rows ──restore──► `found`       must equal own within the type's rounding, keys, values and states
+#     rows ──restore──► `restored`    must equal own within the type's rounding, keys, values and states
 #     one more token on each          logits of both must be equal within rounding
 #
 # Two tokens and one: a pass and a step take different ways through models, and positions must go on. Before
@@ -53,7 +53,7 @@ TOKEN_COUNT = 3
 _ROUNDING = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 """The largest difference over the largest value: sums of another order, in the type's own steps."""
 _ROW_ROUNDING = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""The same of keys and values out of their own rows: two steps, nothing is summed."""
+"""The largest difference of keys and values out of their own rows: two steps, nothing is summed."""
 _WAY_ROUNDING = {torch.float32: 1e-3, torch.float16: 1.5e-2, torch.bfloat16: 1e-1}
 """The median difference over the median value of passes that are cut otherwise, as probes have it."""
 _LIKE = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError, CacheError)
@@ -104,7 +104,7 @@ def _adapted(model: PreTrainedModel) -> Adapter:
 
 
 def _trials(model: PreTrainedModel, parts: Anatomy) -> Iterator[Adapter | str]:
-    """Adapters that may be right; at their end, why there are no more, where modules are not as expected."""
+    """Adapters that may be right. Where modules are not as expected, the last item says why."""
     try:
         yield from candidates(model, parts)
     except CacheError:
@@ -115,7 +115,7 @@ def _trials(model: PreTrainedModel, parts: Anatomy) -> Iterator[Adapter | str]:
 
 @contextmanager
 def _resting(model: nn.Module) -> Iterator[None]:
-    """Every module as it is used, not trained: what drops out would differ from pass to pass."""
+    """Switch modules from training to use: what drops out would differ from pass to pass."""
     trained = [module for module in model.modules() if module.training]
     for module in trained:
         module.training = False
@@ -127,7 +127,7 @@ def _resting(model: nn.Module) -> Iterator[None]:
 
 
 def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
-    # Before any hook is there: capture must not change what the model computes.
+    # The cache is kept before any hook is there: capture must not change what the model computes.
     kept = _kept(model)
     if any(parts.recurrences):
         parts = _going_on(model, parts)
@@ -141,7 +141,7 @@ def _proven(model: PreTrainedModel, parts: Anatomy) -> Adapter:
             reasons = adapter
             continue
         has_own_rows = adapter.kind not in adapter.refused
-        # Rows first: a candidate whose rows do not come back
+        # Rows are compared first: a candidate whose rows do not come back
         # has misread the projection, and inputs would fail too.
         problem = difference(adapter, adapter.kind, kept) if has_own_rows else ""
         if problem:
@@ -217,7 +217,7 @@ def _described(recurrence: Recurrence, cache: DynamicCache) -> tuple[StateTensor
 
 
 def _is_loaded(model: nn.Module) -> bool:
-    # So that the model can run.
+    # A model with tensors on `meta` cannot run.
     return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -231,7 +231,7 @@ def difference(adapter: Adapter, kind: StateKind, kept: Cached | None = None) ->
             (_ROUNDING if each is StateKind.HIDDEN else _ROW_ROUNDING)[adapter.model.dtype] for each in kinds
         ]
         problem = _unequal(contents(restored), contents(own), bounds)
-        # Bit by bit: the same passes of the same model, with hooks and without.
+        # Bit by bit: these are the same passes of the same model, with hooks and without.
         problem = problem or (kept and _unequal(contents(own), kept, [0.0] * len(kept))) or ""
         if problem:
             return problem
@@ -242,7 +242,7 @@ def difference(adapter: Adapter, kind: StateKind, kept: Cached | None = None) ->
 
 
 def _with_snapshots(adapter: Adapter) -> Adapter:
-    """The adapter, with the reason if states at two tokens and the rows behind them do not give three."""
+    """The adapter, and why if states at two tokens and the rows behind do not give those at three."""
     try:
         cache = DynamicCache(config=adapter.model.config)
         run(adapter.model, cache, token_ids(adapter.model)[:2])
@@ -259,7 +259,7 @@ def _with_snapshots(adapter: Adapter) -> Adapter:
 
 
 def _with_inputs(adapter: Adapter) -> Adapter:
-    """The adapter, with whether layer 0's inputs in passes are those of their token ids by themselves."""
+    """The adapter, with whether token ids by themselves give layer 0's inputs in passes."""
     ids, positions = torch.tensor(token_ids(adapter.model)), torch.arange(TOKEN_COUNT)
     # Rows that may be moved are deltas to the same inputs elsewhere.
     positions += TOKEN_COUNT * adapter.is_relocatable
@@ -269,7 +269,8 @@ def _with_inputs(adapter: Adapter) -> Adapter:
         with Capture(adapter, [Stream(0, StateKind.HIDDEN)], lambda *given: seen.append(given[2].clone())):
             for part in (ids[:2], ids[2:]):
                 run(adapter.model, cache, part.tolist())
-        # Cut otherwise than the passes, and the last ones first: neighbours, and what they leave, are others.
+        # The tokens are cut otherwise than in the passes, the last ones first, so that each has other
+        # neighbours.
         alone = [dict(inputs_of(adapter, ids[at], positions[at]))[0] for at in (slice(1, 3), slice(0, 1))]
         problem = _far(
             "inputs", torch.cat(alone[::-1]).cpu(), torch.cat(seen), _ROW_ROUNDING[adapter.model.dtype]
@@ -282,7 +283,7 @@ def _with_inputs(adapter: Adapter) -> Adapter:
 def _saved(adapter: Adapter, kind: StateKind) -> tuple[list[Tensor], DynamicCache]:
     """Rows [3, row] of each layer as capture sees them, in two tokens and one; and the cache that is kept.
 
-    No rows of a layer that keeps nothing.
+    A layer that keeps nothing has no rows.
     """
     kinds = [adapter.kind_of(layer, kind) for layer in range(len(adapter.layers))]
     streams = [Stream(layer, each) for layer, each in enumerate(kinds) if each is not None]
@@ -309,7 +310,7 @@ def _restored(
             continue
         # A window that is shorter than the three tokens has dropped the first ones.
         method, first = Method[own_kind.name], target.first_token(layer)
-        # In two pieces where a state has to go on between them.
+        # A state has to go on: it is restored in two pieces.
         cuts = (first, 2, TOKEN_COUNT) if adapter.layers[layer].recurrence else (first, TOKEN_COUNT)
         for begin, end in pairwise(sorted(set(cuts))):
             data = layer_rows[begin:end].contiguous().view(torch.uint8)
@@ -328,7 +329,7 @@ def token_ids(model: PreTrainedModel) -> list[int]:
 
 
 def contents(cache: DynamicCache) -> Cached:
-    """The contents of each layer. Raises ValueError for one that lacks something."""
+    """The contents of each layer. Raises ValueError for a layer that lacks something."""
     layers: Cached = []
     for layer, held in enumerate(cache.layers):
         halves = {"keys": held.keys, "values": held.values} if isinstance(held, CacheLayerMixin) else {}
@@ -361,7 +362,7 @@ def _contents_of(model: PreTrainedModel, passes: Sequence[list[int]]) -> Cached:
     try:
         for part in passes:
             run(model, cache, part)
-        # Copies: a step writes into states.
+        # The contents are copied: a step writes into states.
         return [{name: one.clone() for name, one in held.items()} for held in contents(cache)]
     except _LIKE as error:
         raise refuse(model, f"passes over three tokens fail: {_line(error)}") from error
@@ -411,8 +412,8 @@ Far = Callable[[str, Tensor, Tensor, float], str]
 def _mostly_far(what: str, mine: Tensor, theirs: Tensor, bound: float) -> str:
     if mine.shape != theirs.shape:
         return _far(what, mine, theirs, bound)
-    # Medians: other sums round otherwise, more so with every layer, and may send one token to another expert.
-    # Where tokens see those behind them, most elements differ.
+    # Medians are compared: sums of another order round otherwise, more so with every layer, and may send one
+    # token to another expert. Where tokens see those behind them, most elements differ.
     scale = float(theirs.float().abs().median())
     distance = float((mine.float() - theirs.float()).abs().median())
     return "" if distance <= bound * scale else f"most {what} differ by {distance / (scale or 1.0):.1e}"

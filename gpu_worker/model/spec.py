@@ -62,7 +62,7 @@ def digest_checkpoint(directory: Path) -> str:
 def digest_again(
     described: str, directory: Path, model: PreTrainedModel, read: Read | None = None, *, field: str
 ) -> str:
-    """The digest of a directory's weights by the scheme of another one.
+    """The digest of a directory's weights, by the scheme of a digest that was described.
 
     `read`: see `digest_weights`. Raises InvalidArgument with that field for a scheme that cannot be checked.
     """
@@ -121,7 +121,7 @@ def model_spec(
     settings of every module, active adapters. Describe the model again after any change of it.
     `weights_digest` defaults to `digest_weights`; `digest_checkpoint` is cheaper but a different string, so
     a deployment chooses one of them and keeps to it. It stands for parameters only, as the files have them.
-    `weights_version` is the caller's name for the weights: it is put behind the digest, and its own behind
+    `weights_version` is the caller's name for the weights. A mark of it is put behind their digest and behind
     the model's id, so that one id serves a model that is trained.
     Raises UnsupportedArchitecture, UnsupportedDtype, WeightsNotVisible,
     InvalidArgument(field="packed_kinds"), InvalidArgument(field="weights_digest") where adapters are merged
@@ -129,7 +129,7 @@ def model_spec(
     """
     check_whole(hf_model)
     _check_dtype(hf_model)
-    # Before the model is run to prove itself: what cannot be looked into has a better reason.
+    # Look into the model before it runs to prove itself: a refusal here has the better reason.
     settings = digest_execution(hf_model)
     adapter = adapt(hf_model)
     if weights_digest is not None and has_merged_adapters(hf_model):
@@ -161,7 +161,7 @@ def _position_name(adapter: Adapter) -> str:
     windows = [layer.window for layer in adapter.layers]
     if not any(windows):
         return adapter.rope_name
-    # In the name, as it enters the fingerprint: another window is another model.
+    # Windows are in the name, which enters the fingerprint: another window is another model.
     return f"{adapter.rope_name} windows {','.join(str(window or 'all') for window in windows)}"
 
 
@@ -176,7 +176,7 @@ def _streams(adapter: Adapter) -> tuple[StreamSpec, ...]:
 
 
 def _packed_streams(adapter: Adapter, kinds: Iterable[StateKind]) -> Iterator[StreamSpec]:
-    # In the caller's order and each once: streams enter the fingerprint.
+    # Each kind once, in the caller's order: streams enter the fingerprint.
     for kind in dict.fromkeys(kinds):
         sizes = {layer: adapter.element_count(kind, layer) for layer in range(len(adapter.layers))}
         if kind not in LOSSY_KINDS or not any(sizes.values()):

@@ -84,7 +84,7 @@ class Unchanged:
         self._watch.mark()
 
     def check_weights(self) -> None:
-        """Raise ModelChanged unless the weights are those of the last `check`: of any thread."""
+        """Raise ModelChanged unless the weights are those of the last `check`. For any thread."""
         if not self._watch.sample().is_equal():
             self._compare("weights_digest", "changed in memory")
 
@@ -169,12 +169,12 @@ class _Reached:
         while waiting:
             thing = waiting.popleft()
             if id(thing) not in self._known:
-                # Kept: its id is its own as long as it is there.
+                # The thing is kept: its id is its own only as long as it is there.
                 self._known[id(thing)] = thing
                 waiting.extend(self._add(thing))
 
     def _add(self, thing: Any) -> Iterable[object]:
-        """Read a thing from now on; what it leads to. Any: models hold all sorts."""
+        """Read a thing from now on. Returns what it leads to. Any: models hold all sorts."""
         match thing:
             case Tensor():
                 self.tensors.append(thing)
@@ -190,7 +190,7 @@ class _Reached:
         return self._object(thing)
 
     def _container(self, held: Any) -> Iterable[object]:
-        # Any: of anything.
+        # Any: a container of anything.
         if isinstance(held, dict):
             self._names(held, tuple(held))
             return _containers(held.values())
@@ -210,7 +210,7 @@ class _Reached:
         if isinstance(of, type):
             self._names(held, tuple(held))
         else:
-            # Functions that passes call by name; a name more changes no pass.
+            # Passes call these functions by name. Another name in the module changes no pass.
             functions = tuple(name for name, value in held.items() if _is_function(value))
             self._names(held, functions, is_sized=False)
         return ()
@@ -218,7 +218,7 @@ class _Reached:
     def _object(self, thing: object) -> Iterable[object]:
         slots = [name for name in slots_of(type(thing)) if hasattr(thing, name)]
         if slots:
-            # The first one twice: as in `_names`.
+            # The first slot twice: see `_names`.
             self._read(thing, attrgetter(*slots, slots[0]))
         return (vars(thing),) if hasattr(thing, "__dict__") else ()
 
@@ -235,7 +235,7 @@ class _Reached:
         if is_sized:
             self.sized.append(held)
         if names:
-            # The first one twice: of one name alone, the value comes without a tuple around it.
+            # The first name twice: for one name alone, the getter gives a value without a tuple around it.
             self._read(held, self._by_names.setdefault(names, itemgetter(*names, names[0])))
 
     def _read(self, thing: Any, get: Get) -> None:
@@ -249,12 +249,12 @@ def _is_function(held: object) -> bool:
 
 
 def _containers(values: Iterable[object]) -> Iterator[object]:
-    """Those of some values that may change in place."""
+    """The values that may change in place."""
     return (value for value in values if isinstance(value, (dict, list, set, deque, PreTrainedConfig)))
 
 
 def _in_cell(cell: CellType) -> tuple[object]:
-    # Raises ValueError for one that was emptied.
+    # Raises ValueError for a cell that was emptied.
     return (cell.cell_contents,)
 
 

@@ -1,4 +1,4 @@
-"""Whether a model's weights are still those that they were: a few values of each, read beside its passes.
+"""Whether a model's weights have changed: a few values of each parameter, read beside its passes.
 
     mark ──► sample ─ equal ──► what passes computed before the sample is by the marked weights
                  └── differs ──► somebody changed them, and said nothing
@@ -31,14 +31,14 @@ class Sample:
     """What a model's weights were at one moment. Thread-safe."""
 
     def __init__(self, values: Sequence[Tensor], expected: Sequence[Tensor], *, is_replaced: bool) -> None:
-        """`values` and those that are expected; `is_replaced`: other tensors are there."""
+        """`values`, and what they should be; `is_replaced`: other tensors are there."""
         self._lock = threading.Lock()
         self._is_equal: bool | None = False if is_replaced else None
         self._expected = expected
         device = next((value.device for value in values), torch.device("cpu"))
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda" and not is_replaced:
-            # Behind what computes now, and without a wait for it.
+            # The copy runs behind what computes now, and without a wait for it.
             values = [
                 torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
                 for value in values
@@ -54,7 +54,7 @@ class Sample:
             return self._is_equal is not None or self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def is_equal(self) -> bool:
-        """Whether they were those of the mark. Waits for the device, where it has not come so far."""
+        """Whether the weights were those of the mark. Waits for the device, where it has not come so far."""
         with self._lock:
             if self._is_equal is None:
                 if self._event is not None:
@@ -72,7 +72,7 @@ class WeightsWatch:
 
     @torch.no_grad()
     def mark(self) -> None:
-        """The weights are what they are now."""
+        """Take the present weights as the right ones."""
         modules = [*self._model.modules()]
         held: list[Mapping[str, object]] = [module._parameters for module in modules]  # noqa: SLF001
         self._held = [*held, *(module._modules for module in modules)]  # noqa: SLF001
@@ -94,9 +94,9 @@ class WeightsWatch:
 
     @torch.no_grad()
     def sample(self) -> Sample:
-        """The weights behind all passes that were begun."""
+        """Sample the weights, behind all passes that were begun."""
         is_replaced = not self._is_same()
-        # Views of tensors that were replaced show memory that is nobody's.
+        # Views of tensors that were replaced show memory that may be used for something else.
         return Sample(() if is_replaced else self._read(), self._values, is_replaced=is_replaced)
 
     def _current(self) -> list[object]:

@@ -80,7 +80,7 @@ class Stopwatch:
 
 
 TRANSFER_BYTES = 64 << 20
-"""Beyond what caches hold."""
+"""More than caches hold."""
 _READ_PIECE_BYTES = 1 << 20
 
 
@@ -88,7 +88,7 @@ def copy_bytes_per_s(
     device: torch.device, stopwatch: Stopwatch, *, size_bytes: int = TRANSFER_BYTES
 ) -> float:
     """Measure copying from memory onto `device`; from pinned memory where it is a GPU."""
-    # Written first: pages that were never touched are one page of zeros, and are copied from the cache.
+    # The source is written first: pages that were never touched are one page of zeros, copied from the cache.
     source = torch.ones(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     target = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 

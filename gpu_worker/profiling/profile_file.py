@@ -43,7 +43,7 @@ def write_profile(path: Path, measured: Measured) -> None:
         with partial.open("w", encoding="utf-8") as file:
             json.dump(_document(measured), file, indent=1)
             file.flush()
-            # Before the rename: after a crash the name would lead to an empty file otherwise.
+            # Synced before the rename: after a crash the name would lead to an empty file otherwise.
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
@@ -51,7 +51,7 @@ def write_profile(path: Path, measured: Measured) -> None:
 
 
 def read_profile(path: Path) -> Measured:
-    """Read it back. Raises InvalidArgument(field="profile") for anything but a profile, FileNotFoundError."""
+    """Read a profile. Raises InvalidArgument(field="profile") for anything else, FileNotFoundError."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         version = document["format"]

@@ -116,8 +116,7 @@ class ChunkSums:
             sums=torch.empty(max(first, 1), LANES, dtype=torch.int64, device=self._device),
             checksums=torch.empty(len(pieces), dtype=torch.int64, device=self._device),
         )
-        # Whole chunks keep no lanes from batch to batch: the same pieces have the same table, whosever they
-        # are. Layers differ in nothing else.
+        # Whole chunks keep no lanes from batch to batch: the same pieces have the same table in every layer.
         if isinstance(pieces, tuple) and all(piece.begin == 0 and piece.is_last for piece in pieces):
             self._tables[id(pieces)] = table
         return table
@@ -148,7 +147,7 @@ class ChunkSums:
     def _found(self, checksums: Tensor, is_last: Sequence[bool]) -> Sums:
         is_pinned = self._device.type == "cuda"
         on_host = torch.empty(checksums.shape, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
-        # The caller's event says when this has passed: nobody waits here.
+        # The caller's event says when this copy has ended: this function waits for nothing.
         on_host.copy_(checksums, non_blocking=True)
 
         def read() -> list[int]:
@@ -227,7 +226,7 @@ def _block_sums(words_at, pieces_at, secret_at, sums_at, BLOCKS: tl.constexpr):
     # A lane gets its neighbour's word as it is, and its own word as a product.
     place = offset // 8 + stripe[None, :, None] * 8 + block[:, None, None] * 128
     value = _load(words_at + (place + lane[None, None, :]), is_there[:, None, None])
-    # XXH3 adds a word to the lane beside its own: lanes 0 and 1, 2 and 3, and so on.
+    # Neighbours are lanes 0 and 1, 2 and 3, and so on.
     swapped = _load(words_at + (place + (lane ^ 1)[None, None, :]), is_there[:, None, None])
     sums = tl.sum(_added(value, swapped, keys[None, :, :]), 1)
     to = sums_at + (first + block)[:, None] * 8 + lane[None, :]

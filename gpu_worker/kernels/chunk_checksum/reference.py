@@ -11,7 +11,7 @@ from torch import Tensor
 from xxhash import xxh3_64
 
 BLOCK_BYTES = 1024
-"""Pieces end on a multiple of this within their chunk, the last one apart."""
+"""Pieces end on a multiple of this within their chunk, but for the last one."""
 SHORT_BYTES = 240
 """Chunks of so few bytes have rules of their own, which a device does not know."""
 WORD_BYTES = 8
@@ -33,7 +33,7 @@ class ChunkPiece(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the chunk ends with it."""
+        """Whether the chunk ends with this piece."""
         return self.begin + self.size == self.total
 
 

@@ -26,8 +26,9 @@ from gpu_worker.kernels.operands import (
 from gpu_worker.kernels.rope_scatter.fused import parts_of, rope_scatter
 
 PIECE_BYTES = 128 << 20
-"""Of the product: a batch of 64 MiB of rows in one piece, where all heads have K and V. Shorter pieces are no
-faster on the device, and each takes a processor half a millisecond to issue (lab/notes/gpu.md)."""
+"""Most bytes of the product: a batch of 64 MiB of rows in one piece, where all heads have K and V. Shorter
+pieces are no faster on the device, and each takes a processor half a millisecond to issue
+(lab/notes/gpu.md)."""
 _MANY_COLUMNS = 2048
 
 
@@ -149,7 +150,7 @@ def _norm_rows(
         values_at, scales_at, zeros_at, outliers_at, places_at, token, column, mask,
         value_stride, scale_stride, outlier_stride, place_stride, BITS, GROUP, OUTLIERS,
     )  # fmt: skip
-    # Of the weights' type before the norm, as the engine's rows were; masked columns stay 0.
+    # Rows are of the weights' type before the norm, as the engine's rows were; masked columns stay 0.
     x = tl.where(mask, rounded(x, normed_at), 0.0)
     if IS_LAYER:
         x = tl.where(mask, x - tl.sum(x, 1)[:, None] / SIZE, 0.0)

@@ -48,7 +48,7 @@ def kv_projection(hidden: Rows, layer: LayerWeights, rotation: Rotation | None, 
     x = dequantize(hidden) if isinstance(hidden, Quantized) else hidden
     x = normed(x.to(dtype), layer.norm)
     keys, values = project(x, layer.key), project(x, layer.value)
-    # Before the rotation, as Qwen3 and Gemma 3 do: the gain of each dimension does not turn with it.
+    # Normed before the rotation, as Qwen3 and Gemma 3 do: the gain of each dimension does not turn with it.
     if layer.key_norm:
         keys = head_normed(keys, layer.key_norm)
     scatter(keys if rotation is None else rotate(keys, rotation), values, pages)

@@ -14,7 +14,7 @@ def rope_scatter(rows: Rows, rotation: Rotation | None, pages: Pages) -> None:
     size.
     """
     check(rows, rotation, pages)
-    # Of the cache's type before they turn, as the engine's rows were.
+    # Rows are of the cache's type before they turn, as the engine's rows were.
     flat = (dequantize(rows) if isinstance(rows, Quantized) else rows).to(pages.keys.dtype)
     key_size = pages.keys.shape[2] * pages.keys.shape[3]
     keys = flat[:, :key_size].reshape(-1, *pages.keys.shape[2:])
