@@ -142,9 +142,9 @@ def _until(adapter: Adapter, cache: Cache, ids: Tensor, positions: Tensor, *stop
 def inputs_of(
     adapter: Adapter, token_ids: Tensor, positions: Tensor, *, piece_tokens: int = PIECE_TOKENS
 ) -> Iterator[tuple[int, Tensor]]:
-    """Layer 0's inputs of tokens [T] at positions [T], without any layer: their first, and rows [t, D].
+    """Layer 0's inputs of tokens [T] at positions [T], in pieces: each one's first token, and rows [t, D].
 
-    Rows are of the model's type. For adapters that have token inputs.
+    Rows are of the model's type, and no layer is run. For adapters that have token inputs.
     """
     block, device, inputs = adapter.layers[0].block, adapter.layers[0].device, list[Tensor]()
 
@@ -164,7 +164,7 @@ def inputs_of(
 
 def _at(base: nn.Module, positions: Tensor) -> dict[str, Tensor]:
     """Positions for a model that takes any; others count what their cache holds (BLOOM, MPT)."""
-    # Asked of each model: a position that it does not take would be an error.
+    # Each model is asked: a position that it does not take would be an error.
     known = inspect.signature(base.forward).parameters
     return {"position_ids": positions} if "position_ids" in known else {}
 
@@ -241,7 +241,7 @@ class Restorer:
             # No tables: positions are in the layer's input already, in rows as they are cached, or nowhere.
             if self._adapter.rotary is None:
                 return self._adapter.embed(halves, None)
-            # No table: a layer that positions do not enter, beside others that they do.
+            # No table: a layer that positions do not enter, beside layers that they do.
             table = self.ropes.get(decoder.rope_key)
             rope = None if table is None else table.at(begin, begin + len(rows)).to(decoder.device)
             return self._adapter.embed(halves, rope)
@@ -266,7 +266,7 @@ class Restorer:
         self._advanced[layer] = begin + len(rows)
 
     def base(self, token_ids: Tensor, rows: Tensor, begin: int) -> None:
-        """Layer 0's inputs [t, D] of tokens [t] from `begin` on are what layer 1's deltas are to."""
+        """Keep layer 0's inputs [t, D] of tokens [t] from `begin` on as the base of layer 1's deltas."""
         if self._chain is not None:
             self._chain.take_inputs(token_ids, rows, begin)
 
@@ -340,7 +340,6 @@ class Modules:
             #     K, V     all of them: a snapshot has no rows
             #
             # A layer with a state alone is read from 512 on (`first_token`): nothing of its rows is known.
-            # Keys and values need all rows; a state that is there already, those behind it.
             known = max(self._standing.get(layer, 0) - begin, 0) if decoder.has_rows else 0
             if known < len(rows):
                 self.restorer.advance(layer, method, rows[known:], room.cache, begin=begin + known)
@@ -382,7 +381,8 @@ class Modules:
             end = begin + len(rows)
             keys, values = self.restorer.layer(0, Method.HIDDEN, rows, begin=begin)
             target.room(0, begin, end).put(keys[0].transpose(0, 1), values[0].transpose(0, 1))
-            # Behind `layer`, which takes rows for stored ones: deltas are marked with the ids.
+            # Called behind `restorer.layer`, which takes rows for stored ones: deltas are marked with the
+            # ids.
             self.restorer.base(token_ids[begin:end], rows, begin)
 
 
@@ -420,7 +420,7 @@ _ONE_PLUS_WEIGHT = "rmsnorm+1"
 
 
 class KernelWeights:
-    """Weights by layer. One thread at a time."""
+    """A model's weights as kernels take them, by layer. One thread at a time."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
@@ -497,7 +497,7 @@ def _is_known_norm(norm: nn.Module | None) -> bool:
 def _linear(linear: nn.Module, head_count: int) -> ProjectionWeights:
     weight: Tensor = linear.weight  # type: ignore[assignment]  # a plain linear layer, as `_is_known` says
     if isinstance(linear, Conv1D):
-        # [D, out]: of a square one nothing but the product would tell.
+        # Conv1D keeps [D, out]; a square weight does not show it.
         weight = weight.detach().T.contiguous()
     bias: Tensor | None = linear.bias  # type: ignore[assignment]
     return ProjectionWeights(weight, head_count, bias)
@@ -544,7 +544,7 @@ class Kernels:
         """`is_fused`: by Triton; by default where the model is on a GPU. `standing`: see Restorer."""
         adapter = self._adapter = weights.adapter
         self._weights, self._modules = weights, Modules(adapter, positions, standing=standing)
-        # Once: a model looks for it among its parameters.
+        # Asked once: a model looks for it among its parameters.
         self._dtype = adapter.model.dtype
         wants_fused = adapter.layers[0].device.type == "cuda" if is_fused is None else is_fused
         self._project, self._scatter = _fused() if wants_fused else _reference()

@@ -64,12 +64,12 @@ class Deadline:
 
 
 class _Thread(threading.local):
-    """This thread."""
+    """The state of this thread."""
 
     is_lanes = False
-    """Whether nobody but lanes works in it."""
+    """Whether only lanes work in this thread."""
     issuing: "torch.cuda.Stream | None" = None
-    """Of such a thread: the stream that it issues into, while it does."""
+    """The stream that a lane's thread issues into at the moment."""
 
 
 _thread = _Thread()
@@ -124,14 +124,14 @@ class Lane(ABC):
     ) -> LaneEvent:
         """Have `work` done behind all that was submitted before, and behind the events `after`.
 
-        If one of them failed, `work` is not done and the event fails alike. `on_error` hears of it before
-        anybody who waits does. `does_wait`: `work` waits for something, or takes long. Never waits itself,
-        but may do other work in the calling thread.
+        If an event of `after` failed, `work` is not done and its own event fails alike. `on_error` hears of
+        it before anybody who waits does. `does_wait`: `work` waits for something, or takes long. Never waits
+        itself, but may do other work in the calling thread.
         """
 
     @abstractmethod
     def close(self, deadline: Deadline) -> None:
-        """End the lane behind what was submitted. Raises LaneStuck if that takes longer."""
+        """End the lane behind what was submitted. Raises LaneStuck if that takes longer than `deadline`."""
 
     def fence(self, deadline: Deadline) -> None:
         """Wait until all that was submitted has ended. Raises LaneStuck if that takes longer."""
@@ -151,7 +151,7 @@ class HostEvent(LaneEvent):
         self._busy_s = 0.0
 
     def end(self, error: CacheError | None, busy_s: float) -> None:
-        """The work has ended: said once, by the lane."""
+        """The work has ended. The lane says so once."""
         self._error, self._busy_s = error, busy_s
         self._has_ended = True
         self._running.release()
@@ -159,9 +159,9 @@ class HostEvent(LaneEvent):
     def settle_by(self, deadline: Deadline) -> bool:
         """See LaneEvent."""
         if not self._has_ended and self._running.acquire(timeout=deadline.left_s):
-            # For the next one who waits.
+            # Released for the next thread that waits.
             self._running.release()
-        # Not by the lock alone: another one who waited may hold it for a moment.
+        # The lock alone does not tell: another thread that waited may hold it for a moment.
         return self._has_ended
 
     @property
@@ -238,10 +238,10 @@ def _do(job: _Job) -> None:
     begin_ns = time.perf_counter_ns()
     error: CacheError | None = None
     try:
-        # On the lane's thread, not the submitter's: `submit` never waits.
+        # Waits are on the lane's thread, not the submitter's: `submit` never waits.
         for event in job.after:
             event.wait(job.deadline)
-        # Anew: waits for other lanes are not the time of this work.
+        # The time begins anew: waits for other lanes are not the time of this work.
         begin_ns = time.perf_counter_ns()
         job.work()
     except CacheError as raised:
@@ -250,9 +250,9 @@ def _do(job: _Job) -> None:
         error = RestoreFailed(problem=f"{type(raised).__name__}: {raised}")
         error.__cause__ = raised
     if error is not None and job.on_error is not None:
-        # Before the event: whoever waits for it must find the restore failed already.
+        # Told before the event ends: a thread that waits for it must find the restore failed already.
         job.on_error(error)
-    # In every case: an event that never ends would hold a ring's buffer until the deadline.
+    # The event ends in every case: one that never ends would hold a ring's buffer until the deadline.
     job.event.end(error, (time.perf_counter_ns() - begin_ns) / 1e9)
 
 
@@ -272,7 +272,7 @@ class Device(ABC):
     batch_tokens: int = BATCH_TOKENS
     """Most rows that are worked on at a time."""
     slot_bytes: int = 8 << 20
-    """Bytes of a buffer for them."""
+    """Bytes of a buffer for these rows."""
     slot_count: int = 4
     """Buffers of the host, and as many of the device where it has memory of its own."""
 
@@ -323,13 +323,13 @@ class CudaEvent(LaneEvent):
 
     def begin(self, stream: torch.cuda.Stream) -> None:
         """The work begins at this place of the stream."""
-        # Behind the waits for other streams: `busy_s` counts this work alone.
+        # Recorded behind the waits for other streams: `busy_s` counts this work alone.
         self._begin.record(stream)
         self._is_begun = True
 
     def end(self, stream: torch.cuda.Stream) -> None:
         """The work ends at this place of the stream."""
-        # Recorded by the issuing thread, before `issued` is set: whoever saw `issued` may wait for it.
+        # Recorded by the issuing thread, before `issued` is set: a thread that saw `issued` may wait for it.
         self._end.record(stream)
 
     def order(self, stream: torch.cuda.Stream, deadline: Deadline) -> None:
@@ -379,7 +379,7 @@ class CudaLane(Lane):
         self.name = name
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._issuing = threading.Lock()
-        """Held while work is issued, and what it waits for before."""
+        """Held while work is issued, its waits included."""
         self._handing = threading.Lock()
         self._handed: LaneEvent = _PASSED
         """The issue of the last work that was handed over."""
@@ -400,13 +400,13 @@ class CudaLane(Lane):
         def issue() -> None:
             self._issue(work, after, deadline, event)
 
-        # By the submitter, unless it had to wait for this work, or for work before it:
+        # The submitter issues the work, unless it had to wait for it, or for work before it:
         #
         #     lane    [a: issued][b: waits ···── handed over ──···][c: behind b, handed over too][d: issued]
         can_issue = not does_wait and all(before.is_issued for before in after)
         if can_issue and self._issuing.acquire(blocking=False):
             try:
-                # Looked at with the lock held: nothing that was handed over before is still to be issued.
+                # Asked with the lock held: nothing that was handed over before is still to be issued.
                 if self._handed.is_issued:
                     job = _Job(issue, (), deadline, on_error, HostEvent())
                     _do(job)
@@ -420,7 +420,7 @@ class CudaLane(Lane):
     def fence(self, deadline: Deadline) -> None:
         """See Lane."""
         mark = CudaEvent()
-        # Issued first, then on the stream: what is handed over has no place there yet.
+        # Issues come first, then the stream: work that is handed over has no place there yet.
         if self._handed.settle_by(deadline):
             mark.end(self._stream)
             if mark.settle_by(deadline):
@@ -441,7 +441,7 @@ class CudaLane(Lane):
             with self._issuing:
                 issue()
 
-        # One at a time: `_handed` is the last in the thread's own order.
+        # Handed over one at a time: `_handed` is the last in the thread's own order.
         with self._handing:
             if self._issuer is None:
                 self._issuer = HostLane(self.name)
@@ -457,7 +457,7 @@ class CudaLane(Lane):
                 self._issue_here(work, after, deadline, event)
             finally:
                 _thread.issuing = outer
-                # Work that issued this goes on in its own.
+                # The work that issued this one goes on in its own stream.
                 if outer is not None:
                     torch.cuda.set_stream(outer)
         else:

@@ -115,7 +115,7 @@ class BufferRing:
             # All are taken and none is bound: their readers have not returned yet.
             raise RestoreTooLate(what="a staging buffer")
         buffer, consumer = self._in_use[0]
-        # It has passed on the device, not only been issued (R3).
+        # A buffer is free when its consumer has passed on the device, not only been issued (R3).
         if not consumer.settle_by(deadline):
             raise RestoreTooLate(what="a staging buffer")
         self._in_use.popleft()
@@ -145,10 +145,10 @@ class LayerStates:
     def __init__(
         self, layer_count: int, *, on_usable: Callable[[int], None], on_failure: Callable[[], None]
     ) -> None:
-        """Both are called before anybody is told, one at a time, `on_failure` once; they must not wait."""
+        """Both are called before waiters hear, one at a time, `on_failure` once; they must not wait."""
         self._states = [LayerState.INVALID] * layer_count
         self._error: CacheError | None = None
-        # Under the condition's lock: `announced` and `failed` of a target never run beside each other.
+        # Called under the condition's lock: `announced` and `failed` of a target never run beside each other.
         self._on_usable, self._on_failure = on_usable, on_failure
         self._changed = threading.Condition()
 
@@ -184,7 +184,7 @@ class LayerStates:
                 self._changed.notify_all()
 
     def fail(self, error: CacheError) -> bool:
-        """No layer is usable any more, for `error`; False if all were, or it had failed before."""
+        """Make no layer usable any more, for `error`; False if all were, or the restore had failed before."""
         with self._changed:
             # The first error wins. A whole restore cannot fail any more: the engine may be using it.
             if self._error is not None or self._is_whole():
@@ -215,7 +215,7 @@ class LayerStates:
 
 
 class Lanes(NamedTuple):
-    """In the order in which rows pass them."""
+    """Lanes in the order in which rows pass them."""
 
     read: Lane
     copy: Lane
@@ -253,7 +253,7 @@ class Restoration:
         self._source, self._compute, self._token_ids = source, compute, token_ids
         self._lanes, self._rings, self._batch_tokens = lanes, rings, batch_tokens
         self._on_stuck, self._share = on_stuck, share
-        # Once: to ask a protocol takes as long as to land a batch.
+        # Asked once: to ask a protocol takes as long as to land a batch.
         self._landed = source if isinstance(source, LandingRows) else None
         self._states = LayerStates(target.layer_count, on_usable=target.announced, on_failure=target.failed)
         # Kept to the end for `observed_s`: a device's times are known when all has passed.
@@ -307,11 +307,11 @@ class Restoration:
         if self._states.error is not None:
             # A source that waits for the store would keep its lane until the deadline.
             self._source.abort()
-        # In this order: a lane submits only to those behind it.
+        # Fenced in this order: a lane submits only to those behind it.
         for lane in self._lanes:
             self._fence(lane, until)
         self._look_at_rest()
-        # On the reading lane, which owns the buffers: a fill that is under way is over by then.
+        # Swept on the reading lane, which owns the buffers: a fill that is under way is over by then.
         swept = self._lanes.read.submit(lambda: self._sweep(until), deadline=until)
         if not swept.settle_by(until) or swept.error is not None:
             self._on_stuck(self._lanes.read)
@@ -359,7 +359,7 @@ class Restoration:
         batches = [[(part, self._batch(part)) for part in parts] for parts in schedule.parts]
         if schedule.chained_layers:
             self._compute.chain(schedule.chained_layers)
-        # By way of the reading lane: a restore that begins behind this one computes behind it.
+        # Begun by way of the reading lane: a restore that begins behind this one computes behind it.
         self._submit(self._lanes.read, partial(self._begin_computing, behind))
         for layer in range(schedule.recomputed_layers, self.target.layer_count):
             self._submit(self._lanes.read, partial(self._feed_layer, layer, batches[layer]))
@@ -403,7 +403,7 @@ class Restoration:
             # A pass through the model in Python: rows are copied meanwhile.
             event = self._submit(self._lanes.compute, self._recompute, does_wait=True)
             self._events.append((Stage.RECOMPUTE, event))
-        # R8. Layer 0 is announced when all of them are computed:
+        # R8. Layer 0 is announced when all recomputed layers are there:
         # the engine's pass would run the same modules.
         for layer in range(self.schedule.recomputed_layers):
             self._close_layer(layer)
@@ -444,11 +444,12 @@ class Restoration:
             self._source.fill(part.stream, first, last, rows.numpy())
             self._fill_s += (time.perf_counter_ns() - begin_ns) / 1e9
             if self._share is not None:
-                # Others use these rows: they were the session's before they leave.
+                # Other ranks use these rows: they are known to be the session's before they leave.
                 self._source.check()
             self._carry(part, (begin, end), slot, rows)
         except BaseException:
-            # Bound to no event it would never come back: the ring would be a buffer short for good.
+            # A buffer that is bound to no event would never come back: the ring would be short of it for
+            # good.
             self._rings.staging.drop(slot)
             raise
 
@@ -487,7 +488,8 @@ class Restoration:
             if arrival.is_verified:
                 summed = self._submit(self._lanes.verify, arrival.sum_up, brought)
             if self._share is not None:
-                # Others use these rows: they are right, and the session's, before they leave.
+                # Other ranks use these rows: they are known to be right, and the session's, before they
+                # leave.
                 summed = self._submit(self._lanes.announce, partial(self._verify, arrival), summed)
             else:
                 # Compared when the layer is announced: until then
@@ -563,7 +565,7 @@ class Restoration:
 
     def _announce(self, layer: int) -> None:
         if layer in self._arrived:
-            # It has passed on the device by now: its copies have ended, and its sums are there.
+            # The layer has passed on the device by now: its copies have ended, and its sums are there.
             for arrival in self._arrived.pop(layer):
                 arrival.check()
             self._source.check()

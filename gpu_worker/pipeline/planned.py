@@ -86,7 +86,7 @@ def schedule_of(plan: Plan, first_tokens: Sequence[int]) -> RestoreSchedule:
     return RestoreSchedule.of_pieces(layers, plan.request.history, first_tokens)
 
 
-# In this order where a session lacks what was wanted: rows that need no projection first.
+# Methods that stand in for a missing one, in this order: rows that need no projection first.
 _EXACT = (Method.KV, Method.LATENT, Method.KV_AS_CACHED, Method.HIDDEN)
 
 
@@ -97,13 +97,12 @@ class Choice:
     methods: RestorePlan | None
     plan: Plan | None
     snapshot_tokens: int = 0
-    """Tokens behind which states are held, of which `snapshot_layers` go on from there."""
+    """Tokens behind which a snapshot of states is held, from which `snapshot_layers` go on."""
     snapshot_layers: tuple[int, ...] = ()
 
     def schedule(self, target: Target) -> RestoreSchedule:
         """The pipeline's schedule. Raises InvalidArgument(field="plan")."""
         first_tokens = [target.first_token(layer) for layer in range(target.layer_count)]
-        # Token ids are read in every case: a turn compares them with its prompt before it uses a row.
         if self.plan is not None:
             return schedule_of(self.plan, first_tokens)
         methods = self.methods or RestorePlan(())
@@ -147,8 +146,8 @@ class ReturnCost:
 
     `size_bytes` are read, `dram_token_count` of the `token_count` tokens' rows from DRAM. The last layer is
     usable after `restored_s`, of which the device computes for `device_s`. States go on from a snapshot of
-    `snapshot_token_count` tokens where that is no slower; 0: from none. `others_s`: the same by other ways,
-    each in all layers, of those that what is stored allows (`recompute`: nothing but token ids).
+    `snapshot_token_count` tokens where that is no slower; 0: from none. `others_s`: the seconds of other
+    ways, each used in all layers, as far as stored rows allow (`recompute`: nothing but token ids).
     """
 
     token_count: int
@@ -318,7 +317,7 @@ def _holding(
     for stream in sorted(held):
         if stream != TOKENS:
             kinds[stream.layer].append(stream.kind)
-    # One object for like layers: the planner then sees at once that they are.
+    # Like layers share one object, by which the planner knows them.
     known = {
         of: LayerHolding(tuple((kind, tuple(spans)) for kind in of), snapshot_tokens)
         for of in map(tuple, kinds)

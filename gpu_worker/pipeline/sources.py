@@ -151,8 +151,8 @@ class LeasedSource:
 
     def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
         """See RowSource. Rows that the client verifies again are verified as they are copied."""
-        # In the copy, while the processor has the bytes at hand: +4.0 % of a restore of K and V, where
-        # verifying before the copy took +6.1 % (lab/notes/pipeline.md).
+        # Verified in the copy, while the processor has the bytes at hand: +4.0 % of a restore of K and V,
+        # where verifying before the copy took +6.1 % (lab/notes/pipeline.md).
         if isinstance(self._rows, LeasedRows) and self._rows.is_verified:
             _check_range(stream, begin, end, self._rows.token_count)
             self._rows.copy_verified(stream, begin, end, into)
@@ -216,7 +216,7 @@ class PlaneBringer(Protocol):
     """The driver's copy of planes onto a device. Raises OSError with the driver's message."""
 
     def use(self, device: int) -> None:
-        """Calls of this thread are about a device."""
+        """Direct this thread's calls to a device."""
 
     def bring_planes(
         self, target: int, source: int, source_pitch: int, *, plane_bytes: int, plane_count: int, stream: int
@@ -238,7 +238,7 @@ class BatchLanding:
     copies: list[tuple[int, Bytes]] = field(default_factory=list)
     """The batch's first row, and rows [n, row_bytes] or [runs, n, row_bytes], to be copied there."""
     planes: list[tuple[int, Bytes]] = field(default_factory=list)
-    """The same of rows that are pinned: by `bringer`."""
+    """The same of pinned rows, which `bringer` copies."""
     bringer: PlaneBringer | None = None
     pieces: Sequence[ChunkPiece] = ()
     judge: Judge | None = None
@@ -354,7 +354,7 @@ class BatchPlan(NamedTuple):
     by_host: tuple[Span, ...]
     """Rows that the host copies and verifies."""
     pieces: tuple[ChunkPiece, ...]
-    """Of `spans`, by segments."""
+    """Pieces of the chunks in `spans`, by segments."""
     are_whole: bool
     """Whether each piece is a whole chunk, so that nothing of it is kept until a later batch."""
     ended: tuple[PlacedSegment, ...]
@@ -368,7 +368,7 @@ class ArenaSource(LeasedSource):
         """`rows` belong to this source while it restores; their arena is pinned."""
         super().__init__(rows)
         self._leased, self._sums, self._bringer = rows, sums, bringer
-        # As many as a layer has batches, for each length of rows.
+        # As many plans as a layer has batches, for each length of rows.
         self._plans: dict[tuple[int, int, int, Cuts], BatchPlan] = {}
 
     def land(self, stream: Stream, begin: int, end: int, into: Tensor, cuts: Cuts) -> BatchLanding:
@@ -465,7 +465,7 @@ class HostPins(PlaneBringer, Protocol):
         """Pin memory that is mapped to be read."""
 
     def unregister_host(self, address: int) -> None:
-        """Undo it."""
+        """Undo `register_host`."""
 
 
 @dataclass(slots=True)
@@ -477,7 +477,7 @@ class _Pinned:
 class ArenaPins:
     """The arena, pinned once for one device. Thread-safe. Close it behind the last restore.
 
-    A store that was started again has another arena: the one before is let go when no restore uses it.
+    A store that was started again has another arena: the former one is unpinned when no restore uses it.
     """
 
     def __init__(self, device: torch.device, driver: HostPins | None = None) -> None:
@@ -514,7 +514,7 @@ class ArenaPins:
                 self._pinned[begun].user_count -= 1
 
     def close(self) -> None:
-        """Let the arena go."""
+        """Unpin the arena."""
         with self._lock:
             for address in list(self._pinned):
                 self._drop(address)
@@ -545,7 +545,7 @@ class ArenaPins:
             self.problem = str(error)
 
     def _pin(self, address: int, arena: Bytes) -> _Pinned | None:
-        """Pin an arena, and let others go. One that was refused is not tried again at every restore."""
+        """Pin an arena, and unpin others. A refused arena is not tried again at every restore."""
         if self._driver is None or self._refused == address:
             return None
         # One arena at a time: pinned memory counts against a limit of the process.
@@ -570,7 +570,7 @@ class ArenaPins:
         return self._pinned[address]
 
     def _drop(self, address: int) -> bool:
-        """Let an arena go unless a restore uses it."""
+        """Unpin an arena; False while a restore uses it."""
         held = self._pinned[address]
         if held.user_count or self._driver is None:
             return False

@@ -33,7 +33,8 @@ from gpu_worker.kernels.operands import Pages
 class LayerRoom:
     """Where some tokens of one layer go.
 
-    `run_begin`: their first row, where they lie one behind the other in one page, so that copying is slicing.
+    `run_begin`: the tokens' first row, where they lie one behind the other in one page: copying is then
+    slicing.
     """
 
     pages: Pages
@@ -120,7 +121,7 @@ class PagedTarget(Target):
         `windows`: tokens that a layer's tokens see. Raises InvalidArgument for slots outside the cache.
         """
         self._layers = tuple(layers)
-        # Where the kernels look them up.
+        # Slots lie where the kernels read them.
         self._slots = slots.to(self._layers[0][0].device)
         self.token_count, self.layer_count, self.is_by_layer = len(slots), len(self._layers), is_by_layer
         self._windows = windows or [None] * self.layer_count
@@ -128,7 +129,7 @@ class PagedTarget(Target):
         self._usable = torch.zeros(self.layer_count, dtype=torch.bool, device="cpu")
         # The smallest layer bounds all: one list of slots is used for every layer.
         capacity = min(keys.shape[0] * keys.shape[1] for keys, _ in self._layers)
-        # Once, here, where waiting for the device costs little: kernels do not look at slots.
+        # Slots are checked once, here, where waiting for the device costs little: kernels do not check them.
         if self.token_count and not 0 <= int(slots.min()) <= int(slots.max()) < capacity:
             raise InvalidArgument(field="slots", problem=f"not within [0, {capacity})")
         if any(keys.shape[1] != self._page_tokens for keys, _ in self._layers):
@@ -184,7 +185,7 @@ class CacheTarget(Target):
         """`cache`: an empty one with room, by default a new DynamicCache.
 
         `snapshot`: states from which its layers go on. Raises InvalidArgument(field="cache"),
-        SnapshotMismatch for one of more tokens, or of another model.
+        SnapshotMismatch for a snapshot of more tokens, or of another model.
         """
         self._adapter = adapter
         self.cache = DynamicCache(config=adapter.model.config) if cache is None else cache
