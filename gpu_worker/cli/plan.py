@@ -140,7 +140,7 @@ def _table(titles: tuple[str, ...]) -> Table:
 
 
 def _console() -> Console:
-    # In a file nobody's terminal limits the width, and a cut cell says nothing.
+    # No terminal limits the width of a file, and a cut cell says nothing.
     return Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
 
 

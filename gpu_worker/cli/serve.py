@@ -23,7 +23,7 @@ from gpu_worker.sidecar.settings import WorkerSettings
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 STUCK_EXIT_CODE = 13
-"""As a device that failed."""
+"""The exit code of a stuck lane, which is that of a failed device."""
 
 
 @taking(WorkerSettings)
@@ -52,7 +52,7 @@ def _announce(settings: WorkerSettings, metrics_address: str, direct_path: str) 
 
 
 def _end_stuck(error: Exception) -> None:
-    """End the process: what cannot be brought to an end would go on writing to memory that is an engine's."""
+    """End the process: stuck work would go on writing to an engine's memory."""
     sys.stderr.write(f"ctxcache: {error}: this process ends, so that nothing more is written\n")
     sys.stderr.flush()
     os._exit(STUCK_EXIT_CODE)

@@ -122,7 +122,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     outer = [
         (name, module) for name, module in lists if not any(name.startswith(f"{of}.") for of, _ in lists)
     ]
-    # The same within a list of another length: its name has a number in it.
+    # A list within a list of another length has a number in its name.
     outer = [found for found in outer if not any(part.isdigit() for part in found[0].split("."))]
     # Two lists of one length (an encoder beside a decoder) leave open which one is cached.
     if len(outer) != 1:
@@ -166,7 +166,7 @@ def _caches(model: PreTrainedModel, count: int) -> list[object]:
 
 
 def _recurrence(model: PreTrainedModel, layer: int, block: nn.Module, *, has_rows: bool) -> Recurrence:
-    """The block's one module that takes a cache; of a layer with keys and values, besides attention."""
+    """The block's one module that takes a cache; attention does not count beside keys and values."""
     takers = [
         (child, name)
         for child in block.children()
@@ -225,7 +225,7 @@ def candidates(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[Adapter]:
     #     norm before attention, or none
     #       └─ projection: apart (K's norm before or behind the transpose), fused (two layouts), latent
     #            └─ positions: by halves, by the model's own function, on a part; all layers, or some bare
-    # Values that are cut off where they are large look like any other until they are large.
+    # Clipped values look like any other until they are large, so that no trial would show them.
     if any(getattr(of, "clip_qkv", None) is not None for of in (config, *known)):
         return
     for norms in _norms(anatomy.blocks):
@@ -236,7 +236,7 @@ def candidates(model: PreTrainedModel, anatomy: Anatomy) -> Iterator[Adapter]:
 
 
 def _scaled(anatomy: Anatomy, projections: Sequence[Projection]) -> Iterator[Projection]:
-    """Projections with what their blocks and attentions multiply by, where they say so."""
+    """Projections with the scales that their blocks and attentions have."""
     blocks = (block for block, has in zip(anatomy.blocks, anatomy.has_rows, strict=True) if has)
     for block, projection in zip(blocks, projections, strict=True):
         if isinstance(projection, SeparateProjection):
@@ -279,7 +279,7 @@ def as_cached(
     halves: Mapping[int, tuple[HalfShape, HalfShape]],
     index_sizes: Mapping[int, int],
 ) -> Adapter:
-    """The adapter of a model that nothing is known of but its cache: rows do not move.
+    """The adapter of a model of which only the cache is known: rows do not move.
 
     `halves`: of each layer that keeps rows; `index_sizes`: of those that keep index keys in them. Raises
     UnsupportedArchitecture for a layer that keeps a state beside such rows.
@@ -332,7 +332,7 @@ def _check_angles(model: PreTrainedModel, base: nn.Module) -> None:
     # Tables by type of layer come from settings, which `check_rope` has seen.
     if "layer_type" in signature(rotary.forward).parameters:
         return
-    # A copy: such a module may keep what it saw.
+    # A copy is tried: such a module may keep what it saw.
     rotary = copy.deepcopy(rotary)
     device = next((buffer.device for buffer in rotary.buffers()), torch.device("cpu"))
     if device.type == "meta":
@@ -344,7 +344,7 @@ def _check_angles(model: PreTrainedModel, base: nn.Module) -> None:
         near_table = rotary.forward(example, torch.tensor([[0, 1, 2]], device=device))
         far_table = rotary.forward(example, torch.tensor([[0, 1, 2, far]], device=device))
     for near, wide in zip(_tables(near_table), _tables(far_table), strict=True):
-        # Bit by bit: the same angles computed by the same code have no reason to differ.
+        # Compared bit by bit: the same angles computed by the same code have no reason to differ.
         if not torch.equal(near, wide[:, : near.shape[1]]):
             raise refuse(model, "its rotary angles depend on the session's length")
 
@@ -485,7 +485,7 @@ def _by_head(half: HalfShape) -> Callable[[Tensor], Halves]:
 
 def _by_kind(half: HalfShape) -> Callable[[Tensor], Halves]:
     def split(out: Tensor) -> Halves:
-        # From the end: the width of Q does not matter then.
+        # Counted from the end: the width of Q does not matter then.
         return half.heads(out[..., -2 * half.size : -half.size]), half.heads(out[..., -half.size :])
 
     return split

@@ -1,8 +1,8 @@
 """Greedy generation with transformers on a cache that may hold a restored session, and capture of its rows.
 
-And which tokens a turn reuses, prefills and drops: arithmetic over token ids. Knows the model's forward
-pass, not the store. Worst case: a prefill, run in pieces so that activations stay bounded and logits exist
-for one position.
+Also says which tokens a turn reuses, prefills and drops, by arithmetic over token ids. Knows the model's
+forward pass, not the store. Worst case: a prefill, run in pieces so that activations stay bounded and logits
+exist for one position.
 
 Capture is hooks that hand over the rows of new tokens while the model runs. It knows one model through its
 adapter, not what the sink does with rows, and costs nothing unless attached. Worst case: on a GPU, rows
@@ -88,8 +88,8 @@ def pieces(
 ) -> Iterator[tuple[int, int]]:
     """The token ranges of passes, in order.
 
-    `is_stepwise`: models that go on from a state by one token at a time. Only from none, `is_first`, do they
-    take several. `stops`: where passes end besides.
+    `is_stepwise`: the model goes on from a state by one token at a time. Without a state, `is_first`, it
+    takes several. `stops`: where passes end besides.
     """
     begin = 0
     while begin < token_count:
@@ -200,7 +200,7 @@ def run_pass(
 
 
 def cache_argument(module: nn.Module, cache: Cache) -> dict[str, Cache]:
-    """A cache as a model's forward pass takes it: Mamba 2 calls it otherwise."""
+    """A cache as a model's forward pass takes it: Mamba 2 has another name for it."""
     return {_cache_name(type(module).forward): cache}
 
 
@@ -288,12 +288,12 @@ Sink = Callable[[int, StateKind, Tensor], None]
 class Capture:
     """Context manager: within it, each forward pass of the model feeds the sink.
 
-    Rows are what the engine's cache needs, bit for bit: HIDDEN the layer's input, KV and LATENT
-    the halves before positions. Those of packed kinds are as wide as the others: packing takes time, and
-    is for whoever saves. They may share memory with activations: the sink must not write to
-    them. Restoring within it captures nothing. Batches of more than one sequence raise
-    UnsupportedBatch out of the forward pass. Passes are taken to be unpadded, and rows of tokens
-    that the engine later crops (assisted decoding) are the caller's to drop.
+    Rows are what the engine's cache needs, bit for bit: HIDDEN the layer's input, KV and LATENT the halves
+    before positions. Rows of packed kinds are as wide as others: packing takes time, and is left to the
+    saver. Rows may share memory with activations: the sink must not write to them. Restoring within it
+    captures nothing. Batches of more than one sequence raise UnsupportedBatch out of the forward pass. Passes
+    are taken to be unpadded, and rows of tokens that the engine later crops (assisted decoding) are the
+    caller's to drop.
     """
 
     def __init__(
@@ -369,14 +369,14 @@ class Capture:
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The input [B, T, D] of a layer, from what a hook sees: families pass it first or by name."""
-    # Any: as above.
+    # Any: what a hook sees.
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     return hidden
 
 
 def _check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # Any: as above. What all layers together take: some of them take several streams of each token, and the
-    # place of the batch among the dimensions is each model's own (Gemma 3n, HY v4).
+    # Any: what a hook sees. The inputs of the whole stack are looked at: some layers take several streams of
+    # each token, and the place of the batch among the dimensions is each model's own (Gemma 3n, HY v4).
     given = [*args[:1], *(kwargs[name] for name in _INPUTS if kwargs.get(name) is not None)]
     if given and len(given[0]) != 1:
         raise UnsupportedBatch(batch_size=len(given[0]))

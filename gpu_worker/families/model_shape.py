@@ -13,7 +13,7 @@ from gpu_worker.planning.shape import MULTIPLY_ADD_FLOPS, LayerKind, LayerShape,
 
 def model_shape(adapter: Adapter, name: str) -> ModelShape:
     """Describe the model that `adapter` knows."""
-    # One object for like layers: the planner then sees at once that they are.
+    # Like layers share one object, by which the planner knows them.
     known: dict[LayerShape, LayerShape] = {}
     shapes = (_layer_shape(adapter, number, layer) for number, layer in enumerate(adapter.layers))
     layers = tuple(known.setdefault(shape, shape) for shape in shapes)
@@ -35,7 +35,7 @@ def representatives(shape: ModelShape) -> dict[LayerShape, int]:
 def _layer_shape(adapter: Adapter, number: int, layer: DecoderLayer) -> LayerShape:
     config = adapter.model.config.get_text_config(decoder=True)
     element_bytes = adapter.model.dtype.itemsize
-    # Where layers differ, transformers refuses to say a number of all.
+    # Where layers differ, transformers refuses to give one number for all.
     own = by_layer[number] if (by_layer := getattr(config, "per_layer_config", None)) else config
     head_count = int(getattr(own, "num_attention_heads", 0) or 0) if layer.has_rows else 0
     head_size = getattr(own, "head_dim", None) or config.hidden_size // max(head_count, 1)

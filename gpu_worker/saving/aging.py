@@ -1,4 +1,4 @@
-"""Aging: sessions to which nobody comes back are kept in smaller forms, used ones in the first.
+"""Aging: idle sessions are kept in smaller forms, used ones in their first form.
 
 ```
    hot: as an engine saves it   ──►   warm: layer inputs, or few bits   ──►   cold: token ids alone
@@ -13,11 +13,11 @@ twice that of a keeper who knows all returns: the lower envelope, Irani, Shukla 
 for dynamic power management in systems with multiple power-saving states", ACM TECS 2003.
 
 The new form is a session of its own until it is whole and durable. Then it takes the other's place in one
-step of the store. A process that is killed leaves the one or the other, and what it had begun expires. What
-is read, written or waited for is left alone. Rows of few bits are never packed again, and exact ones are
-never made of them. One thread: an engine's between its turns, or one of a process with a model of its own.
-Worst case: a rent that is wrong, and sessions come back slower than they would have had to; or a full SSD,
-where the new form needs room before the old one gives its own back.
+step of the store. A process that is killed leaves the one or the other, and a form that it had begun expires.
+Sessions that are read, written or waited for are left alone. Rows of few bits are never packed again, and
+exact rows are never made of them. Used by one thread: an engine's between its turns, or that of a process
+with a model of its own. Worst case: a rent that is wrong, and sessions come back slower than they would have
+had to; or a full SSD, where the new form needs room before the old one gives its own back.
 """
 
 import logging
@@ -56,11 +56,12 @@ from gpu_worker.planning.profile import NO_LIMIT, Profile, StatePlace
 log = logging.getLogger(__name__)
 
 RENT_S_PER_GB_HOUR = 0.059
-"""Seconds of a machine for which 10^9 bytes lie on SSD for an hour, at the prices of `ctxcache simulate`."""
+"""Seconds of a machine that cost as much as 10^9 bytes on SSD for an hour, by `ctxcache simulate`'s
+prices."""
 THAW_S = 300.0
 """A session that was used so lately is in use again."""
 THAW_RETURNS = 2
-"""So often it is taken to come back, where the form that it has is compared with the first one."""
+"""How often a session is taken to return, where its form is compared with the first one."""
 PIECE_TOKENS = 512
 STAGED = "aging."
 """The ids of forms under way begin so; no session of such a name is looked at."""
@@ -79,8 +80,8 @@ STAGED_TTL_S = 600.0
 class Form:
     """A form of one session: its kinds by layer, its size, and seconds of the machine.
 
-    `back_s` brings it back, `make_s` makes it of the form that the session has, `again_s` makes the first one
-    of it when it is used.
+    `back_s` brings the form back, `make_s` makes it of the session's present form, `again_s` makes the first
+    form of it when the session is used.
     """
 
     kinds: Kinds
@@ -98,7 +99,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class SessionLook:
-    """A session as it is kept: `due` is the form that it is to have, None where it has that one already.
+    """A session as it is kept: `due` is the form that it should have, None where it has that form already.
 
     `back_s` of a form is from SSD. `rent_s_per_hour`: seconds of the machine that its bytes are worth.
     """
@@ -185,7 +186,7 @@ class Aging:
         return self._watch.returns.share if self._fixed is None else self._fixed
 
     def due(self, session: SessionInfo, idle_s: float) -> Form | None:
-        """The form that a session is to have which has been idle for so long; None for the one it has."""
+        """The form that is due for a session that has been idle for so long; None where it has that form."""
         found = self.look(session, idle_s)
         return None if found is None else found.due
 
@@ -199,11 +200,11 @@ class Aging:
         return SessionLook(session, idle_s, current, due, self._rent * current.size_bytes / 1e9)
 
     def _due(self, current: Form, count: int, idle_s: float) -> Form | None:
-        # Used a moment ago: the session has the form of sessions in use again, where it pays.
+        # A session used a moment ago gets the form of sessions in use again, where it pays.
         if idle_s < self._thaw_s:
             return self._form(self._hot, count, current.kinds) if current.again_s else None
         forms = self._forms(current.kinds, count)
-        # Only smaller ones while it is idle: growing again is what `thaw` is for.
+        # An idle session gets smaller forms only: it grows again when it is used.
         smaller = [each for each in forms if each.size_bytes < current.size_bytes]
         returning = self.returning
         best = min((current, *smaller), key=lambda each: each.cost_s(idle_s, self._rent, returning))
@@ -215,7 +216,7 @@ class Aging:
         for kind in sorted(self._allowed - {StateKind.TOKENS}):
             kinds = kinds_of_form(self._shape, kind, held)
             if kinds != held and self._allowed.issuperset(each for each in kinds if each):
-                # A form that cannot come back on this machine is none.
+                # A form that cannot come back on this machine is left out.
                 with suppress(InvalidArgument):
                     yield self._form(kinds, count, held)
 
@@ -226,7 +227,7 @@ class Aging:
         make_s = again_s = 0.0
         if kinds != held:
             writing_s = sum(self._profile.transfer_s({StatePlace.SSD: size_bytes}))
-            # A form that is made of rows is priced by its write, another one by its prefill.
+            # A form that is made of rows is priced by its write, another form by its prefill.
             make_s = writing_s if self._is_from_rows(kinds, held) else computing_s
         hot_bytes, hot_back_s = self._measured(self._hot, count)
         # Making the first form again pays where a prefill costs less than two returns lose by this form:
@@ -263,7 +264,7 @@ class Aging:
         for listed in self._watch.seen(self._listed()):
             at_s = time.time() if now_s is None else now_s
             idle_s = at_s - (listed.access_time_ns or 0) / 1e9
-            # A pin says that somebody wants it as it is.
+            # A pin says that somebody wants the session as it is.
             found = None if listed.is_pinned else self.look(listed, idle_s)
             if found is not None:
                 yield found
@@ -276,7 +277,7 @@ class Aging:
                 yield listed
 
     def sweep(self, *, now_s: float | None = None) -> Iterator[Aged]:
-        """Look at every session of the model once; each that has, or should have, another form is told.
+        """Look at every session of the model once; tells of each that got, or should have, another form.
 
         `now_s`: Unix time. Raises Unavailable, DeadlineExceeded.
         """
@@ -319,7 +320,7 @@ class Aging:
         streams = self._streams(kinds)
         self._model.check(session.name, session.model_fingerprint)
         now = self._client.sessions.get(session.name)
-        # A session of the same name that was made since: its forms are another's.
+        # A session of that name was made since: it is another session.
         if now.uid != session.uid:
             raise SessionNotFound(session=session.name)
         if now.generation != session.generation:
@@ -356,7 +357,7 @@ class Aging:
             )
             return aged.info
         finally:
-            # It expires anyway; the error of the work matters more.
+            # The staged session expires anyway; the error of the work matters more.
             with suppress(CacheError):
                 staged.delete()
 
@@ -388,9 +389,9 @@ class Aging:
     def _packed(
         self, streams: Sequence[Stream], rows: Mapping[Stream, Tensor], token_ids: Sequence[int], begin: int
     ) -> dict[Stream, Bytes]:
-        """Wide rows, or rows as they are stored, as they are to be stored; of tokens from `begin` on."""
+        """Rows of tokens from `begin` on, wide or as they are stored, in the form that is stored now."""
         count = len(token_ids)
-        # For each piece anew: a piece has the rows of all layers for its own tokens.
+        # Each piece has a chain of its own, since it has the rows of all layers for its own tokens.
         chain = Chain(chained_layers(streams), count, self._adapter.hidden_size, rounding=self._rounding)
         if is_on_tokens(streams):
             ids = torch.tensor(token_ids)
@@ -407,14 +408,14 @@ class Aging:
         return packed
 
     def _rounding(self, layer: int) -> Tensor | None:
-        """See Roundings: beside the rows, which are on the host."""
+        """See Roundings. The factor is on the host, where the rows are."""
         factor = self._roundings.of(layer)
         return None if factor is None else factor.cpu()
 
     def _held_rows(
         self, session: SessionInfo, kinds: Kinds
     ) -> Iterator[tuple[list[int], Mapping[Stream, Tensor]]]:
-        """The rows that the session has, a piece at a time: nobody returned, so that no read is counted."""
+        """The rows that the session has, a piece at a time. The reads are quiet: nobody returned."""
         held = set(session.streams())
         needed: dict[Stream, Stream] = {}
         for layer, kind in enumerate(kinds):
@@ -463,7 +464,7 @@ class Aging:
 
 
 class _Watching:
-    """Learns from one sweep to the next how many sessions return. An entry for each session.
+    """Learns from one sweep to the next how many sessions return. Keeps an entry for each session.
 
     The time that a session was idle when the watch began counts once it has ended: with a turn, or with the
     session.
@@ -511,7 +512,7 @@ _FROM_INPUTS = (StateKind.HIDDEN, StateKind.HIDDEN_INT8, StateKind.HIDDEN_INT4, 
 
 
 def _by_layer(streams: Iterable[Stream], layer_count: int) -> Kinds | None:
-    """The kind of each layer; None where one has several."""
+    """The kind of each layer; None where a layer has several."""
     kinds: list[StateKind | None] = [None] * layer_count
     for stream in streams:
         if stream == TOKENS:

@@ -9,9 +9,9 @@
                                    else the last row, which is nobody's
 ```
 
-Nothing here has another address in the next pass, and nothing waits for the device: what a graph captures
-writes to other rows at each replay, because it reads `index`. The last row takes what pads a captured pass,
-and what is replayed without being saved.
+No tensor has another address in the next pass, and nothing waits for the device: a captured graph writes to
+other rows at each replay, because it reads `index`. The last row takes what pads a captured pass, and what is
+replayed without being saved.
 
 Plain torch on any device. Owned by the engine's thread, which issues passes to one stream. Worst case: copies
 that do not end, with which the ring stays full: `take` says so after a bounded wait.
@@ -70,7 +70,7 @@ class DeviceRing:
         self._ring = RowRing(self.row_count)
         self._runs: deque[RingRun] = deque()
         self._open: RingRun | None = None
-        """The pass's under way; of one that no `leave` ended, a signal has."""
+        """The run of the pass under way. A pass that no `leave` ended was ended by a signal."""
         self._groups: list[_Group] = []
         self._places: dict[Stream, tuple[_Group, int]] = {}
         self._kept_bytes = 0
@@ -123,12 +123,12 @@ class DeviceRing:
             self.write(count)
 
     def write(self, count: int) -> None:
-        """Write what is kept to the rows of the pass. In a graph: at each replay, to those of its pass.
+        """Write kept rows to the rows of the pass. A graph does so at each replay, for its pass.
 
         Raises InvalidArgument(field="rows") for rows that were written to since they came.
         """
         self._kept_bytes = 0
-        # All groups at once: rows that a refused pass kept are no later pass's.
+        # All groups are emptied at once: rows that a refused pass kept must not reach a later pass.
         kept_rows = [group.kept for group in self._groups]
         for group in self._groups:
             group.kept = {}
@@ -147,7 +147,7 @@ class DeviceRing:
         try:
             self.write(len(run.rows))
         finally:
-            # A replay of nobody's pass writes to no rows of this one.
+            # A replay without a pass must not write to the rows of this pass.
             self._index[: len(run.rows)].fill_(self.row_count)
         begin, end = run.rows.begin, run.rows.end
         return [group.rows[:, begin:end].view(group.dtype) for group in self._groups]
@@ -180,12 +180,12 @@ class DeviceRing:
         return bool(self._runs) and self._runs[0].mark is not None
 
     def _point_to(self, rows: RowRun) -> None:
-        # A kernel that is told the numbers: no copy to the device, whose source would have to stay.
+        # A kernel makes the numbers: a copy to the device would need a source that stays.
         torch.arange(rows.begin, rows.end, out=self._index[: len(rows)])
 
     def _recover(self) -> None:
         """Take back what a signal has left of the pass before: rows of no copy, and kept ones."""
-        # What wrote to them was issued before what this pass writes, and nobody copies them.
+        # Writes to these rows were issued before this pass's own, and nothing copies them.
         if self._runs and self._runs[-1] is self._open and self._open.mark is None:
             self._runs.pop()
         self._ring.recover(self._runs[-1].rows if self._runs else None)

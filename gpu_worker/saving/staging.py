@@ -51,7 +51,7 @@ Rows = slice | npt.NDArray[np.int64]
 class Slice:
     """`count` rows of a pass: tokens `[token_begin, token_begin + count)` of a session.
 
-    Slices follow one another as the engine packs them. Those of a session that is not saved are passed over.
+    Slices follow one another as the engine packs them. Slices of a session that is not saved are passed over.
     """
 
     session_name: str
@@ -102,7 +102,7 @@ class Mark(Protocol):
     """A point behind all copies so far."""
 
     def is_done(self) -> bool:
-        """Whether they have ended. Raises DeviceFailed."""
+        """Whether these copies have ended. Raises DeviceFailed."""
         ...
 
 
@@ -138,7 +138,7 @@ class PlaneCopier(Protocol):
     """The driver's copy of planes, see Libcuda."""
 
     def use(self, device: int) -> None:
-        """Calls of this thread are about a device."""
+        """Direct this thread's calls to a device."""
 
     def copy_planes(
         self,
@@ -164,7 +164,7 @@ class CudaCopies:
 
     def copy(self, target: Tensor, rows: Tensor) -> None:
         """See Copies."""
-        # Behind what computes the rows, which was issued to the engine's stream.
+        # The copy runs behind what computes the rows, which was issued to the engine's stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             if target.is_contiguous():
@@ -198,7 +198,7 @@ class CudaCopies:
 
 
 def copies_from(device: torch.device) -> Copies:
-    """The way from a device."""
+    """The way of rows from a device."""
     return CudaCopies(device) if device.type == "cuda" else HostCopies()
 
 
@@ -232,7 +232,7 @@ _DONE = _Done()
 
 
 class RowRing:
-    """Rows `[0, row_count)`. Empty, it begins at 0 again, where memory is warm."""
+    """A ring of rows `[0, row_count)`. When it is empty it begins at 0 again, where memory is warm."""
 
     def __init__(self, row_count: int) -> None:
         self.row_count = row_count
@@ -257,12 +257,12 @@ class RowRing:
         return run
 
     def free(self, run: RowRun) -> None:
-        """The oldest run is not used any more. Said twice, it is the same."""
+        """The oldest run is not used any more. A second call for the same run changes nothing."""
         if self._runs and self._runs[0] is run:
             self._runs.popleft()
 
     def recover(self, newest: RowRun | None) -> None:
-        """No run behind this one is used: a signal came before its taker had it."""
+        """No run behind this one is used: a signal came before the taker had that run."""
         while self._runs and self._runs[-1] is not newest:
             self._runs.pop()
 
@@ -332,7 +332,7 @@ class StagedPass:
         self.in_ring: RingRun | None = None
         """Its rows on the device, where they wait for the copy."""
         self.is_captured = False
-        """A graph captures it: it has no rows of its own."""
+        """Whether a graph captures the pass, which then has no rows of its own."""
         self.chain: Chain | None = None
         """The chain of the sessions' deltas, where there are any."""
         self.holder_count = 0
@@ -344,7 +344,7 @@ class StagedPass:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody writes or reads its rows any more; never again where that cannot be known."""
+        """Whether nobody uses the pass's rows any more; False for good where that cannot be known."""
         try:
             return self.mark is not None and not self.holder_count and self.mark.is_done()
         except DeviceFailed:
@@ -367,7 +367,7 @@ def _nothing() -> None:
 class StagingBuffers:
     """Buffers for `size_bytes` of rows, or ROWS_LIMIT of them. `specs` in storage order, token ids included.
 
-    `put` by the engine's thread, `view` by any; whoever takes and frees does so under one lock.
+    The engine's thread calls `put`, any thread `view`. Rows are taken and freed under one lock.
     """
 
     def __init__(
@@ -419,22 +419,22 @@ class StagingBuffers:
         self._arrays[TOKENS][rows.begin : rows.end] = token_ids.view(np.uint8).reshape(-1, 4)
         targets: dict[Stream, Tensor] = {}
         for streams, tensor in self._groups:
-            # All of them at once: between two layers nothing is in a cache, and each call costs what ten do
-            # elsewhere.
+            # All targets are made at once: between two layers nothing is in a cache, and a call costs what
+            # ten do elsewhere.
             targets.update(zip(streams, tensor[:, rows.begin : rows.end].unbind(), strict=True))
         return StagedPass(rows, targets)
 
     def recover(self, newest: StagedPass | None) -> None:
-        """Between passes: what a signal has left, the newest pass unsealed, or rows that are no pass's."""
+        """Take back between passes what a signal has left: the newest pass unsealed, or rows of no pass."""
         self.ring.recover(None if newest is None else newest.rows)
         if newest is not None and newest.mark is None:
-            # A device that has failed leaves it as it is.
+            # A device that has failed leaves the pass as it is.
             with suppress(RuntimeError):
                 self._let_go(newest)
 
     @contextmanager
     def capturing(self, row_count: int) -> Iterator[StagedPass]:
-        """A pass whose rows go to those of each replay's. See Saver.
+        """A pass that a graph captures: its rows go to those of each replay's pass. See Saver.
 
         Raises InvalidArgument, and IncompleteAppend where a stream is missing.
         """
@@ -497,7 +497,7 @@ class StagingBuffers:
         Raises IncompleteAppend where a stream is missing, InvalidArgument for rows that did not stay,
         RuntimeError for a device that failed.
         """
-        # It holds the rows of the last layer, while the pass may lie in staging for long.
+        # The chain holds the rows of the last layer, and the pass may lie in staging for long.
         frame.chain = None
         try:
             if self.device_ring is not None and frame.in_ring is not None:
