@@ -10,15 +10,16 @@ writer disappears its slots are kept from others for a while, because it may sti
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 import numpy as np
 
 from ctxcache.cache.budgets import DirtyBound, MemoryRoom, Pins
 from ctxcache.cache.eviction import Departures, SsdRoom
 from ctxcache.cache.flushing import Flushing, Staging
+from ctxcache.cache.reservations import TOKEN_END, Cut, Reservation, Room, Run
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import Call, State
 from ctxcache.core.ledger.places import Use
@@ -34,237 +35,11 @@ from ctxcache.errors import (
     WriteInProgress,
     WriteOffsetMismatch,
 )
-from ctxcache.format.checksums import SumPlace, Sums, Tally, covers
+from ctxcache.format.checksums import Sums, covers
 from ctxcache.format.layout import SegmentLayout, Slot
 from ctxcache.format.streams import CONTENTS_LIMIT, TOKENS, Content, Stream
 
-
-# A reservation of 300 tokens by a session whose tail has 40 rows, with a long segment of 256:
-#
-#     tokens     40 ............ 64 .................... 320 ...... 340
-#     runs       run 0: tail        run 1: long           run 2: new tail
-#                rows 40..64        rows 0..256           rows 0..20
-#
-# Runs follow one another in tokens; each is one segment, and each segment is held once.
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Rows `[row_begin, row_end)` of a segment to be written.
-
-    The first row's token has index `token_begin`.
-    """
-
-    segment: Segment
-    row_begin: int
-    row_end: int
-    token_begin: int
-
-    @property
-    def token_end(self) -> int:
-        """One past the index of the last row's token."""
-        return self.token_begin + self.row_end - self.row_begin
-
-    def row_of(self, token: int) -> int:
-        """The row of a token."""
-        return self.row_begin + token - self.token_begin
-
-
-Cut = tuple[Run, int, int]
-"""A run, and the first and one past the last token of it that is meant."""
 _CUT_BEGIN = itemgetter(1)
-TOKEN_BEGIN, TOKEN_END = attrgetter("token_begin"), attrgetter("token_end")
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Room for the tokens `[write_offset, end)`. Tokens below `committed` are visible.
-
-    Tokens below `marked` will not change any more. `promised_bytes`: slot bytes for segments that are being
-    made. `runs` in token order, one per segment, each segment held once; runs that are committed in full are
-    let go. The slots count in `client`'s share of the arena. `tally`: checksums of rows that came over a
-    wire. `coming_end`: one past the last token that the writer is known to append. Tokens that fill a long
-    segment are put into one, as long as its slot takes no more than `longest_bytes`. `contents`: digests of
-    the content behind the tokens.
-    """
-
-    reservation_id: int
-    session: Session
-    committed: int
-    end: int
-    deadline_ns: int
-    client: Pinner
-    marked: int = 0
-    promised_bytes: int = 0
-    runs: list[Run] = field(default_factory=list)
-    tally: Tally | None = None
-    coming_end: int = 0
-    longest_bytes: int = 0
-    contents: Sequence[Content] = ()
-
-    def check(self, token_count: int) -> None:
-        """Raise InvalidArgument unless there is room up to `token_count` and no later token is visible."""
-        # A commit that went back would take visible tokens away from readers.
-        if not self.committed <= token_count <= self.end:
-            problem = f"{token_count} is not within [{self.committed}, {self.end}]"
-            raise InvalidArgument(field="token_count", problem=problem)
-
-    def cuts(self, token_begin: int, token_end: int) -> list[Cut]:
-        """The runs that hold tokens of `[token_begin, token_end)`, each with its first token and its end."""
-        cuts: list[Cut] = []
-        runs = self.runs
-        if len(runs) == 1 and runs[0].token_begin <= token_begin < token_end <= self.end:
-            # A decode step, and most other commits.
-            return [(runs[0], token_begin, token_end)]
-        if len(runs) > 1:
-            # The run that holds the first token is found by bisection: a decode step commits one token of
-            # thousands.
-            runs = runs[max(bisect_right(runs, token_begin, key=TOKEN_BEGIN) - 1, 0) :]
-        for run in runs:
-            if run.token_begin >= token_end:
-                break
-            begin = max(run.token_begin, token_begin)
-            end = min(run.token_begin + run.row_end - run.row_begin, token_end)
-            if begin < end:
-                cuts.append((run, begin, end))
-        return cuts
-
-    def sums(self, cuts: Sequence[Cut], given: Sequence[int]) -> list[tuple[Segment, Sums]]:
-        """A writer's checksums of tokens: one per stream for each cut. Raises InvalidArgument."""
-        width = len(self.session.layout.specs)
-        if len(given) != len(cuts) * width:
-            problem = f"{len(given)} are not {len(cuts)} runs of {width} streams"
-            raise InvalidArgument(field="checksums", problem=problem)
-        said: list[tuple[Segment, Sums]] = []
-        for i, (run, begin, end) in enumerate(cuts):
-            first_row = run.row_begin - run.token_begin
-            values = tuple(given[i * width : (i + 1) * width])
-            said.append((run.segment, Sums(begin + first_row, end + first_row, values)))
-        return said
-
-    def joint_sums(self, cuts: Sequence[Cut], given: Sequence[int]) -> list[tuple[Segment, Sums]]:
-        """A writer's checksums of tokens: one for each. Raises InvalidArgument."""
-        if len(cuts) == len(given) == 1:
-            # A decode step commits one token.
-            run, begin, end = cuts[0]
-            if end - begin == 1:
-                row = run.row_begin + begin - run.token_begin
-                return [(run.segment, Sums(row, row + 1, (given[0],)))]
-        rows = [
-            (run.segment, row)
-            for run, begin, end in cuts
-            for row in range(run.row_of(begin), run.row_of(begin) + end - begin)
-        ]
-        if len(given) != len(rows):
-            problem = f"{len(given)} are not one for each of {len(rows)} tokens"
-            raise InvalidArgument(field="checksums", problem=problem)
-        return [
-            (segment, Sums(row, row + 1, (value,))) for (segment, row), value in zip(rows, given, strict=True)
-        ]
-
-    def tallied(self) -> Tally:
-        """Its tally, begun now if need be."""
-        if self.tally is None:
-            self.tally = Tally()
-        return self.tally
-
-    def mark(self, token_count: int) -> list[Segment]:
-        """Tokens below `token_count` will not change any more; returns segments that are full with them."""
-        # The mark begins where the last mark or commit ended, so that a segment is returned as full once.
-        begin = max(self.marked, self.committed)
-        self.marked = max(self.marked, token_count)
-        if len(self.runs) == 1 and token_count < self.end:
-            # Its only segment is not full yet, as with most steps of a decoding engine.
-            return []
-        cuts = self.cuts(begin, token_count)
-        return [
-            run.segment
-            # A segment is full with these tokens only if its last row is among them, not if it is reserved to
-            # its end.
-            for run, _, _ in cuts
-            if run.row_end == run.segment.layout.segment_tokens and run.token_end <= token_count
-        ]
-
-    @property
-    def size_bytes(self) -> int:
-        """Slots that it holds."""
-        return sum([run.segment.layout.size_bytes for run in self.runs])
-
-    def last(self) -> tuple[Segment | None, int]:
-        """The segment that goes on, and its next row; None where a new one is needed."""
-        # The reservation's own last run goes on first. Only a reservation without runs continues the
-        # session's tail.
-        if self.runs:
-            segment, row = self.runs[-1].segment, self.runs[-1].row_end
-            return (segment, row) if row < segment.layout.segment_tokens else (None, 0)
-        # A tail that left memory cannot grow: its rows would have to be read back.
-        tail = self.session.growing_tail
-        return (tail, tail.row_count) if tail and tail.memory else (None, 0)
-
-    def needed(self, token_count: int) -> dict[int, int]:
-        """Slot bytes by segment id, with so many more tokens. Segments not made yet have ids below 0."""
-        if not token_count:
-            return {}
-        last, row = self.last()
-        return self.held_with(last, self.new_layouts(token_count, last, row))
-
-    def held_with(self, last: Segment | None, new: Sequence[SegmentLayout]) -> dict[int, int]:
-        """As `needed`, with the segment that goes on, and new ones of these layouts."""
-        sizes_bytes = {}
-        for run in self.runs:
-            sizes_bytes[run.segment.segment_id] = run.segment.layout.size_bytes
-        if last is not None:
-            sizes_bytes[last.segment_id] = last.layout.size_bytes
-        # Segments that are not made yet have no number: negative ones count their bytes in the same budget.
-        for number, layout in enumerate(new, 1):
-            sizes_bytes[-number] = layout.size_bytes
-        return sizes_bytes
-
-    def new_layouts(self, token_count: int, last: Segment | None, row: int) -> list[SegmentLayout]:
-        """Layouts of the segments that must be made for `token_count` more tokens, in order.
-
-        `last` goes on from `row` before them; see `last`.
-        """
-        free_count = last.layout.segment_tokens - row if last is not None else 0
-        missing_count = token_count - free_count
-        # The tokens that the writer announced choose long segments, not only the tokens asked for now.
-        coming_count = max(missing_count, self.coming_end - self.end - free_count)
-        layouts: list[SegmentLayout] = []
-        plain = self.session.layout
-        while missing_count > 0:
-            layout = plain.filled_by(coming_count, self.longest_bytes) if self.longest_bytes else plain
-            layouts.append(layout)
-            missing_count -= layout.segment_tokens
-            coming_count -= layout.segment_tokens
-        return layouts
-
-
-# Rows of a bulk upload are copied in another thread, which holds this instead of the reservation: what
-# happens to the reservation on the event loop meanwhile does not move the views.
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Room that another thread may fill while it is lent: runs in token order, with the slot of each."""
-
-    runs: tuple[tuple[Run, memoryview], ...]
-    tally: Tally
-    """To be fed what is put there."""
-
-    def places(self, stream: Stream, token_begin: int, token_end: int) -> list[SumPlace] | None:
-        """Where rows of one stream belong, in token order; None unless all of them have room here."""
-        first = bisect_right(self.runs, token_begin, key=lambda item: item[0].token_begin) - 1
-        places: list[tuple[memoryview, int, int, bool]] = []
-        for run, view in self.runs[max(first, 0) :]:
-            begin, end = max(token_begin, run.token_begin), min(token_end, run.token_end)
-            if begin >= end:
-                break
-            rows = run.segment.layout.rows(stream, run.row_of(begin), run.row_of(end))
-            places.append((view[rows], begin, end, begin == run.token_begin))
-            if end == token_end:
-                return [
-                    SumPlace(view, self.tally.grow(stream, begin, end, is_first=is_first))
-                    for view, begin, end, is_first in places
-                ]
-        return None
-
-
 SECOND_NS = 10**9
 RESERVATION_LIFETIME_NS = 300 * SECOND_NS
 # Shared memory has no fence: a writer whose process hangs may write to its slot when it wakes up. After a

@@ -22,11 +22,12 @@ from enum import Enum
 from itertools import islice
 from typing import NamedTuple
 
-from ctxcache.cache.appends import Appends, Reservation
+from ctxcache.cache.appends import Appends
 from ctxcache.cache.block_news import Subscriptions
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.leases import Lease, Leases, ReadRequest
+from ctxcache.cache.reservations import Reservation
 from ctxcache.cache.scrubbing import TRIES
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import STEP_BY_STEP, Pace, State

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from ctxcache.cache import Cache
-from ctxcache.cache.appends import Room
 from ctxcache.cache.leases import Bounce, Lease, Lent, Summed
+from ctxcache.cache.reservations import Room
 from ctxcache.cache.scrubbing import TRIES
 from ctxcache.core.limits import Bound
 from ctxcache.errors import (

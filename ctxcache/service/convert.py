@@ -17,11 +17,11 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ctxcache.cache.appends import Reservation, Run
 from ctxcache.cache.hints import Action, Hint, HintAnswer, HintVerdict
 from ctxcache.cache.leases import Lease
 from ctxcache.cache.models import Registered
 from ctxcache.cache.queues import Change, LayerRun, LayerWhere, Readiness
+from ctxcache.cache.reservations import Reservation, Run
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, SessionView
 from ctxcache.core.placement.schedule import PRIORITY_LIMIT, Job

@@ -26,8 +26,8 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from ctxcache.cache import Cache
-from ctxcache.cache.appends import Reservation
 from ctxcache.cache.leases import Lease, ReadRequest
+from ctxcache.cache.reservations import Reservation
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,

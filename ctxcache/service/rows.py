@@ -7,8 +7,9 @@ thread at a time. Worst case: an append that is given up shows nothing of what i
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeAlias, TypeVar
 
-from ctxcache.cache.appends import Appends, Reservation
+from ctxcache.cache.appends import Appends
 from ctxcache.cache.leases import Lease, ReadRequest, Rows
+from ctxcache.cache.reservations import Reservation
 from ctxcache.cache.scrubbing import TRIES
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import SessionView

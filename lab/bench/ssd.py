@@ -25,8 +25,8 @@ from statistics import median, quantiles
 import numpy as np
 
 from ctxcache.cache import Cache
-from ctxcache.cache.appends import Reservation
 from ctxcache.cache.leases import ReadRequest
+from ctxcache.cache.reservations import Reservation
 from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration
 from ctxcache.core.limits import Limits
 from ctxcache.core.placement.baselines import LeastRecentlyUsed

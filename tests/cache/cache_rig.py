@@ -23,9 +23,9 @@ from integrity import check_integrity
 from memory_metadata import MemoryMetadata
 
 from ctxcache.cache import Cache
-from ctxcache.cache.appends import Reservation
 from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.cache.prefixes import Match
+from ctxcache.cache.reservations import Reservation
 from ctxcache.cache.segments import SEALING_THREADS
 from ctxcache.core.ledger.ledger import MANY_SEGMENTS
 from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration, SessionView

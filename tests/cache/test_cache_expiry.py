@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 from cache_rig import FINGERPRINT, MODEL, STREAMS, TENANT, MemoryRig, Token, Writer, rows_of
 
-from ctxcache.cache.appends import Reservation
 from ctxcache.cache.leases import SECOND_NS
+from ctxcache.cache.reservations import Reservation
 from ctxcache.core.ledger.session import Expiration
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.streams import TOKENS, ranges_of

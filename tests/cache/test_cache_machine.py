@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ctxcache.cache import blocks, sessions
-from ctxcache.cache.appends import Reservation
 from ctxcache.cache.blocks import BlockState
 from ctxcache.cache.leases import Lease
+from ctxcache.cache.reservations import Reservation
 from ctxcache.core.limits import DEFAULT_WATERMARKS
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.served import RANKED

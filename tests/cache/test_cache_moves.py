@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxcache.cache import segments as segment_io
-from ctxcache.cache.appends import Reservation
+from ctxcache.cache.reservations import Reservation
 from ctxcache.cache.segments import _pieces
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, InvalidArgument, ReservationNotFound, TierFailure, TooManyRequests

@@ -9,7 +9,7 @@ import pytest
 from cache_rig import MODEL, SEGMENT_TOKENS, SLOT_BYTES, TENANT, DiskRig, MemoryRig, Token, Writer, expected
 from fakes import Operation
 
-from ctxcache.cache.appends import Reservation
+from ctxcache.cache.reservations import Reservation
 from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.errors import (
     CapacityExceeded,

@@ -7,7 +7,8 @@ import pytest
 from cache_rig import SEGMENT_TOKENS, SLOT_BYTES, TENANT, DiskRig, MemoryRig, Writer, expected
 from fakes import Operation
 
-from ctxcache.cache.appends import GRACE_NS, RESERVATION_LIFETIME_NS, Reservation
+from ctxcache.cache.appends import GRACE_NS, RESERVATION_LIFETIME_NS
+from ctxcache.cache.reservations import Reservation
 from ctxcache.core.ledger.session import Expiration, SessionView
 from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import (

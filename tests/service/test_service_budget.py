@@ -16,7 +16,7 @@ from integrity import check_integrity
 from server_process import write_secret
 from service_rig import Access, Client, GrpcWay, SocketWay, until
 
-from ctxcache.cache.appends import Reservation
+from ctxcache.cache.reservations import Reservation
 from ctxcache.core.placement.shares import Share
 from ctxcache.identity import ArenaGrant, Role, Token, digest_of
 from ctxcache.server.server import Server

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ctxcache.cache import appends
-from ctxcache.cache.appends import Reservation
+from ctxcache.cache.reservations import Reservation
 from ctxcache.client import grpc_access
 from ctxcache.service.sessions import SessionService
 from tests.faults.planted import plant

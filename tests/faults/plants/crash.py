@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from ctxcache.cache import Cache, eviction, flushing, joining, sessions
-from ctxcache.cache.appends import Appends, Reservation
+from ctxcache.cache.appends import Appends
 from ctxcache.cache.blocks import Blocks
 from ctxcache.cache.eviction import record_of
 from ctxcache.cache.flushing import Flushing
+from ctxcache.cache.reservations import Reservation
 from ctxcache.cache.segments import Written
 from ctxcache.cache.state import State
 from ctxcache.core import ranges
