@@ -1,16 +1,12 @@
 """Appends: room first, then rows in place, then a commit that makes them visible.
 
-    session   0 ....... committed ....... marked ....... end
-              visible             will not change  reserved
-
-A session has one reservation at a time. Rows beyond `committed` are never read, whatever lies there. When a
-writer disappears its slots are kept from others for a while, because it may still be writing.
+A session has one reservation at a time. Rows beyond its committed tokens are never read, whatever lies there.
+When a writer disappears its slots are kept from others for a while, because it may still be writing.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
@@ -19,7 +15,7 @@ import numpy as np
 from ctxcache.cache.budgets import DirtyBound, MemoryRoom, Pins
 from ctxcache.cache.eviction import Departures, SsdRoom
 from ctxcache.cache.flushing import Flushing, Staging
-from ctxcache.cache.reservations import TOKEN_END, Cut, Reservation, Room, Run
+from ctxcache.cache.reservations import Cut, Reservation, Room, Run
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import Call, State
 from ctxcache.core.ledger.places import Use
@@ -39,13 +35,13 @@ from ctxcache.format.checksums import Sums, covers
 from ctxcache.format.layout import SegmentLayout, Slot
 from ctxcache.format.streams import CONTENTS_LIMIT, TOKENS, Content, Stream
 
-_CUT_BEGIN = itemgetter(1)
 SECOND_NS = 10**9
 RESERVATION_LIFETIME_NS = 300 * SECOND_NS
 # Shared memory has no fence: a writer whose process hangs may write to its slot when it wakes up. After a
 # minute without its connection the slot is given to others.
 GRACE_NS = 60 * SECOND_NS
 """How long slots of a writer that disappeared are kept from others."""
+_CUT_BEGIN = itemgetter(1)
 
 
 # A writer's calls, and what readers and crashes see between them:
@@ -82,7 +78,7 @@ class Appends:
         self._last_id = 0
         self._quarantine: list[tuple[int, Segment, Pinner]] = []
         self.abandoned: Callable[[Session], None] = lambda _: None
-        """Hears of a block of which no row was committed when its writers let go; blocks set it."""
+        """Called with a block that has no committed row when its reservation ends; `Blocks` sets it."""
 
     @property
     def reservation_count(self) -> int:
@@ -91,7 +87,7 @@ class Appends:
 
     @property
     def held_count(self) -> int:
-        """Segments kept from others for writers, present and disappeared."""
+        """How many segments `held` names."""
         return sum(1 for _ in self.held())
 
     def reservations(self) -> Iterable[Reservation]:
@@ -121,7 +117,7 @@ class Appends:
         """Open the session's reservation with room for `token_count` tokens; 0 is allowed, see `extend`.
 
         `coming_count`: tokens that its writer is known to append, which may then lie in long segments.
-        `contents`: what lies behind the coming tokens, in order.
+        `contents`: the content behind the coming tokens, in order.
 
         Raises SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, WriteInProgress,
         WriteOffsetMismatch, InvalidArgument (a session of too many contents), CapacityExceeded,
@@ -169,7 +165,7 @@ class Appends:
     ) -> Reservation | None:
         """Reserve without waiting: there is room within every bound, and slots are free or clean.
 
-        None, and no session is changed, where that is not so. Raises as `reserve`, but for TierFailure.
+        None where the caller has to wait; nothing is changed then. Raises as `reserve`, but for TierFailure.
         """
         session, now_ns = self._writable(tenant, session_id, fingerprint, write_offset, generation)
         # Withheld tokens are given up first, and that waits for a record.
@@ -191,8 +187,8 @@ class Appends:
             # The continued tail is the first run, for it holds the first tokens.
             self._add_run(reservation, last, row, end)
         for layout, slot in slots:
-            position = self._next_position(reservation)
-            segment = self._ledger.reserved(session, self._ledger.new_segment_id(), position, layout, slot)
+            segment_id, position = self._ledger.new_segment_id(), reservation.next_position
+            segment = self._ledger.reserved(session, segment_id, position, layout, slot)
             self._add_run(reservation, segment, 0, end)
         if self._state.journal.listening is not None:
             self._state.journal.did(Call.RESERVE, session, tokens=token_count)
@@ -225,10 +221,7 @@ class Appends:
     def _writable(
         self, tenant: str, session_id: str, fingerprint: bytes, write_offset: int, generation: int | None
     ) -> tuple[Session, int]:
-        """The session that a writer asks for, and the store's time now.
-
-        Raises what is wrong with the request.
-        """
+        """The session that a writer asks for, and the store's time now. Raises as `reserve`."""
         now_ns = self._state.clock.now_ns()
         session = self._ledger.find_at(tenant, session_id, now_ns)
         # A session has one writer at a time, for two would fill the same rows. Readers go on.
@@ -249,7 +242,7 @@ class Appends:
     ) -> tuple[Segment | None, int, list[tuple[SegmentLayout, Slot]]] | None:
         """Room for so many more tokens: the segment that goes on and its next row, and slots for new ones.
 
-        Each slot comes with its segment's layout. None where any bound, or a slot, is to be waited for.
+        Each slot comes with its segment's layout. None where the caller has to wait for a bound or a slot.
         """
         if not token_count:
             return None, 0, []
@@ -269,11 +262,6 @@ class Appends:
         # Taken last: slots are the only thing here that has to be given back.
         slots = self._memory_room.take_all(session, sizes_bytes)
         return None if slots is None else (last, row, list(zip(layouts, slots, strict=True)))
-
-    def _next_position(self, reservation: Reservation) -> int:
-        """The position after the reservation's last one."""
-        # A position of the log, which is more than the number of tokens after a truncation.
-        return reservation.session.log_end + reservation.end - reservation.committed
 
     async def extend(self, reservation: Reservation, token_count: int) -> None:
         """Make room for `token_count` more tokens.
@@ -296,7 +284,7 @@ class Appends:
                 reservation.promised_bytes = 0
 
     def renew(self, reservation: Reservation) -> None:
-        """Let a reservation live on: its writer is there. Raises ReservationNotFound."""
+        """Move a reservation's deadline on, for its writer is there. Raises ReservationNotFound."""
         self._check_open(reservation)
         reservation.deadline_ns = self._state.clock.monotonic_ns() + RESERVATION_LIFETIME_NS
 
@@ -309,12 +297,12 @@ class Appends:
         keep_open: bool,
         checksums: Sequence[int] | None = None,
     ) -> SessionView:
-        """Make tokens visible up to the session's `token_count` afterwards.
+        """Make the session's tokens below `token_count` visible.
 
-        `checksums`: what their writer says of them, one per run and stream; None for rows that were placed
-        here. Raises ReservationNotFound, SessionNotFound, InvalidArgument, ChecksumMismatch, and with
-        `is_durable` CapacityExceeded and TierFailure: the tokens are then committed in memory all the same.
-        Also CorruptSegment: then the session ends before them.
+        `checksums`: those of the writer, one per run and stream; None for rows that came by `place`. Raises
+        ReservationNotFound, SessionNotFound, InvalidArgument, ChecksumMismatch, and with `is_durable`
+        CapacityExceeded and TierFailure: the tokens are then committed in memory all the same. Also
+        CorruptSegment: then the session ends before them.
         """
         self.commit_in_memory(reservation, token_count, keep_open=keep_open, checksums=checksums)
         if is_durable:
@@ -364,7 +352,7 @@ class Appends:
             self.release(reservation)
 
     async def flush(self, reservation: Reservation) -> None:
-        """Make what was committed durable. Raises CapacityExceeded, TierFailure, SessionNotFound."""
+        """Make the committed tokens durable. Raises CapacityExceeded, TierFailure, SessionNotFound."""
         if self._state.journal.listening is not None:
             self._state.journal.did(Call.FLUSH, reservation.session)
         await self._flushing.flush(reservation.session)
@@ -400,7 +388,7 @@ class Appends:
             raise ReservationNotFound(reservation_id=reservation_id) from None
 
     def release(self, reservation: Reservation, *, is_abandoned: bool = False) -> None:
-        """Give back what was not committed. `is_abandoned`: nobody can say that the writer has stopped."""
+        """End a reservation and give back its room. `is_abandoned`: its writer may still be writing."""
         # The client, its end and upkeep may each release a reservation. The first one counts.
         if self._open.pop(reservation.reservation_id, None) is None:
             return
@@ -448,7 +436,7 @@ class Appends:
             self._release(segment, client)
 
     def place(self, reservation: Reservation, stream: Stream, token_begin: int, data: memoryview) -> None:
-        """Put rows of one stream where they belong: all of them lie within the reservation.
+        """Copy rows of one stream to their places. All of them lie within the reservation.
 
         The rows are summed before they are copied. The receiving service verifies them after that.
         """
@@ -462,9 +450,9 @@ class Appends:
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
     def place_in_row(self, reservation: Reservation, stream: int, begin: int, data: memoryview) -> None:
-        """Put bytes into the only row of a block's stream, by its number, from byte `begin` of it on.
+        """Copy bytes into a block's only row of stream number `stream`, from the row's byte `begin` on.
 
-        They are neither checked nor added up.
+        The bytes are neither checked nor summed.
         """
         [run] = reservation.runs
         offset_bytes = run.segment.layout.offsets[stream] + begin
@@ -473,7 +461,7 @@ class Appends:
 
     @contextmanager
     def lend(self, reservation: Reservation) -> Iterator[Room]:
-        """Hold a reservation's slots for another thread, whatever becomes of the reservation meanwhile."""
+        """Hold a reservation's slots for another thread, even past the reservation's end."""
         runs = tuple(reservation.runs)
         # Each run's segment is held once more: the reservation may be released, or expire, while the thread
         # copies.
@@ -489,7 +477,7 @@ class Appends:
     # -- parts -----------------------------------------------------------------------------------------
 
     async def _give_up_withheld(self, session: Session) -> None:
-        """Drop the tokens that a session withholds: they must not come back behind its writer's rows."""
+        """Drop the tokens that a session withholds: they must not come back behind the new rows."""
         if session.withheld:
             dead = self._ledger.truncated(session, session.live)
             # The drop is durable before any new row: a crash between would show withheld rows behind new
@@ -504,7 +492,7 @@ class Appends:
         *,
         is_joint: bool,
     ) -> list[tuple[Segment, Sums]]:
-        """The tokens' checksums, as the writer gave them or as they were added up during placement.
+        """The tokens' checksums: the writer's, or those that `place` added up.
 
         Raises InvalidArgument, ChecksumMismatch.
         """
@@ -550,15 +538,14 @@ class Appends:
         Raises ReservationNotFound.
         """
         self._check_open(reservation)
-        needed = reservation.needed(token_count)
         last, _ = reservation.last()
-        new_bytes = sum(size_bytes for segment_id, size_bytes in needed.items() if segment_id < 0)
-        return new_bytes + (self._ledger.unwritten.new_bytes(last) if last and needed else 0)
+        tail_bytes = self._ledger.unwritten.new_bytes(last) if last and token_count else 0
+        return tail_bytes + reservation.new_segment_bytes(token_count)
 
     async def _admit(self, reservation: Reservation, token_count: int) -> None:
-        """Wait until so many more tokens may be kept and become dirty, and promise it.
+        """Wait until the budgets have room for so many more tokens, and promise them the dirty bytes.
 
-        The promise is made without an await after the last look.
+        No await follows the last look at the budgets.
         """
 
         def missing_bytes() -> int:
@@ -571,9 +558,9 @@ class Appends:
         if self._ledger.quotas.is_limited(reservation.session.tenant):
             # New segments take their size times the copies. A session that is over its limit for ever must
             # not evict others.
-            new_bytes = sum(size for i, size in reservation.needed(token_count).items() if i < 0)
             session = reservation.session
-            self._ledger.quotas.check(session.tenant, session.copies * (session.size_bytes + new_bytes))
+            size_bytes = session.size_bytes + reservation.new_segment_bytes(token_count)
+            self._ledger.quotas.check(session.tenant, session.copies * size_bytes)
         # Two budgets, taken in one order by all: bytes that may be pinned, then bytes that may be dirty.
         # After each wait the first is looked at again, so that both hold at the same moment.
         await self._wait_for_room(reservation, token_count)
@@ -611,7 +598,7 @@ class Appends:
             for segment_id, layout in new.items():
                 segment = await self._new_segment(reservation, segment_id, layout)
                 if segment is None:
-                    # No long piece is free: plain segments hold the rest, for which `_extend` asks next.
+                    # No piece of memory is long enough. `_extend` asks for plain segments next.
                     reservation.longest_bytes = 0
                     return
                 self._add_run(reservation, segment, 0, end)
@@ -628,7 +615,7 @@ class Appends:
     async def _new_segment(
         self, reservation: Reservation, segment_id: int, layout: SegmentLayout
     ) -> Segment | None:
-        """A segment with a slot; None where there is none in one piece for a long one."""
+        """A new segment with a slot; None where no piece of memory is large enough for a long one."""
         session, size_bytes = reservation.session, layout.size_bytes
         if layout is session.layout:
             slot = await self._memory_room.place(size_bytes, session.tenant)
@@ -644,29 +631,23 @@ class Appends:
             # The slot was taken and not reserved: nobody else gives it back.
             self._ledger.memory.give(slot)
             raise
-        return self._ledger.reserved(session, segment_id, self._next_position(reservation), layout, slot)
+        return self._ledger.reserved(session, segment_id, reservation.next_position, layout, slot)
 
     def _check_open(self, reservation: Reservation) -> None:
         if reservation.reservation_id not in self._open:
             raise ReservationNotFound(reservation_id=reservation.reservation_id)
 
     def _add_run(self, reservation: Reservation, segment: Segment, row: int, end: int) -> None:
-        row_end = min(row + end - reservation.end, segment.layout.segment_tokens)
-        last = reservation.runs[-1] if reservation.runs else None
-        if last and last.segment is segment:
+        if not reservation.grow(segment, row, end):
             # The tail was extended before in this reservation: its hold and pin are counted already.
-            reservation.runs[-1] = replace(last, row_end=row_end)
-        else:
-            self._ledger.held(segment)
-            taken_bytes = self._ledger.unwritten.reserve(segment)
-            self.pins.pin(reservation.client, {segment.segment_id: segment.layout.size_bytes})
-            # Promised bytes become claimed bytes: counted twice, the bound would be reached at half of its
-            # value.
-            if reservation.promised_bytes:
-                self._ledger.unwritten.promise(reservation.session.tenant, -taken_bytes)
-                reservation.promised_bytes -= taken_bytes
-            reservation.runs.append(Run(segment, row, row_end, reservation.end))
-        reservation.end += row_end - row
+            return
+        self._ledger.held(segment)
+        taken_bytes = self._ledger.unwritten.reserve(segment)
+        self.pins.pin(reservation.client, {segment.segment_id: segment.layout.size_bytes})
+        # Promised bytes become claimed bytes: counted twice, the bound would be reached at half of its value.
+        if reservation.promised_bytes:
+            self._ledger.unwritten.promise(reservation.session.tenant, -taken_bytes)
+            reservation.promised_bytes -= taken_bytes
 
     def _attach(
         self,
@@ -692,11 +673,8 @@ class Appends:
         # Only a commit that passes a multiple of 64 makes a key.
         if reservation.committed // BLOCK_TOKENS < token_count // BLOCK_TOKENS:
             self._ledger.keyed.appended(session, reservation.committed, self._token_ids)
-        reservation.committed = token_count
-        if reservation.tally is not None:
-            reservation.tally.forget(token_count)
-        if len(reservation.runs) > 1:
-            self._let_go(reservation)
+        for run in reservation.advance(token_count):
+            self._release(run.segment, reservation.client)
         self._state.counters.appended_token_count += added
         if self._state.journal.listening is not None:
             self._state.journal.did(Call.APPEND, session, tokens=added)
@@ -707,11 +685,3 @@ class Appends:
         if segment.memory is None:
             return None
         return self._io.view(segment)[segment.layout.rows(TOKENS, piece.row_begin, piece.row_end)]
-
-    def _let_go(self, reservation: Reservation) -> None:
-        """End the holds on segments that are written in full; the last one may be continued."""
-        # The last run stays held: the session's next tokens may go on in it.
-        done = bisect_right(reservation.runs[:-1], reservation.committed, key=TOKEN_END)
-        for run in reservation.runs[:done]:
-            self._release(run.segment, reservation.client)
-        del reservation.runs[:done]

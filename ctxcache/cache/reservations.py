@@ -9,7 +9,7 @@ does that around it.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from ctxcache.core.ledger.segment import Segment
@@ -19,6 +19,8 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.checksums import SumPlace, Sums, Tally
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Content, Stream
+
+TOKEN_BEGIN, TOKEN_END = attrgetter("token_begin"), attrgetter("token_end")
 
 
 # A reservation of 300 tokens by a session whose tail has 40 rows, with a long segment of 256:
@@ -51,8 +53,7 @@ class Run:
 
 
 Cut = tuple[Run, int, int]
-"""A run, and the first and one past the last token of it that is meant."""
-TOKEN_BEGIN, TOKEN_END = attrgetter("token_begin"), attrgetter("token_end")
+"""Tokens `[begin, end)` of a run: the run, `begin`, `end`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,11 +61,11 @@ class Reservation:
     """Room for the tokens `[write_offset, end)`. Tokens below `committed` are visible.
 
     Tokens below `marked` will not change any more. `promised_bytes`: slot bytes for segments that are being
-    made. `runs` in token order, one per segment, each segment held once; runs that are committed in full are
-    let go. The slots count in `client`'s share of the arena. `tally`: checksums of rows that came over a
-    wire. `coming_end`: one past the last token that the writer is known to append. Tokens that fill a long
-    segment are put into one, as long as its slot takes no more than `longest_bytes`. `contents`: digests of
-    the content behind the tokens.
+    made. `runs` in token order, one per segment, without runs that are committed in full; each segment is
+    held once. The slots count in `client`'s share of the arena. `tally`: checksums of rows that came over a
+    wire. `coming_end`: one past the last token that the writer is known to append. Tokens that fill a
+    long segment are put into one, if its slot takes no more than `longest_bytes`. `contents`: digests of the
+    content behind the tokens.
     """
 
     reservation_id: int
@@ -141,14 +142,42 @@ class Reservation:
             (segment, Sums(row, row + 1, (value,))) for (segment, row), value in zip(rows, given, strict=True)
         ]
 
+    def grow(self, segment: Segment, row: int, end: int) -> bool:
+        """Take rows of a segment from `row` on, up to token `end` or the segment's last row.
+
+        Returns whether the segment is new to the reservation.
+        """
+        row_end = min(row + end - self.end, segment.layout.segment_tokens)
+        last = self.runs[-1] if self.runs else None
+        is_new = last is None or last.segment is not segment
+        if last is None or is_new:
+            self.runs.append(Run(segment, row, row_end, self.end))
+        else:
+            self.runs[-1] = replace(last, row_end=row_end)
+        self.end += row_end - row
+        return is_new
+
+    def advance(self, token_count: int) -> list[Run]:
+        """Tokens below `token_count` are committed. Removes and returns the runs that are committed in full.
+
+        The last run stays: the session's next tokens may go on in it.
+        """
+        self.committed = token_count
+        if self.tally is not None:
+            self.tally.forget(token_count)
+        full_count = bisect_right(self.runs[:-1], token_count, key=TOKEN_END)
+        full = self.runs[:full_count]
+        del self.runs[:full_count]
+        return full
+
     def tallied(self) -> Tally:
-        """Its tally, begun now if need be."""
+        """The reservation's tally; an empty one where no row has come over a wire yet."""
         if self.tally is None:
             self.tally = Tally()
         return self.tally
 
     def mark(self, token_count: int) -> list[Segment]:
-        """Tokens below `token_count` will not change any more; returns segments that are full with them."""
+        """Tokens below `token_count` will not change any more. Returns the segments that they make full."""
         # The mark begins where the last mark or commit ended, so that a segment is returned as full once.
         begin = max(self.marked, self.committed)
         self.marked = max(self.marked, token_count)
@@ -166,11 +195,17 @@ class Reservation:
 
     @property
     def size_bytes(self) -> int:
-        """Slots that it holds."""
+        """Bytes of the slots of its runs."""
         return sum([run.segment.layout.size_bytes for run in self.runs])
 
+    @property
+    def next_position(self) -> int:
+        """The position of the first token that the reservation has no room for."""
+        # A position of the log, which is more than the number of tokens after a truncation.
+        return self.session.log_end + self.end - self.committed
+
     def last(self) -> tuple[Segment | None, int]:
-        """The segment that goes on, and its next row; None where a new one is needed."""
+        """The segment that has room for the next token, and its next row; None, 0 if all are full."""
         # The reservation's own last run goes on first. Only a reservation without runs continues the
         # session's tail.
         if self.runs:
@@ -181,14 +216,17 @@ class Reservation:
         return (tail, tail.row_count) if tail and tail.memory else (None, 0)
 
     def needed(self, token_count: int) -> dict[int, int]:
-        """Slot bytes by segment id, with so many more tokens. Segments not made yet have ids below 0."""
+        """Slot bytes by segment id that the reservation holds with `token_count` more tokens.
+
+        Segments that are not made yet have ids below 0. Empty without more tokens.
+        """
         if not token_count:
             return {}
         last, row = self.last()
         return self.held_with(last, self.new_layouts(token_count, last, row))
 
     def held_with(self, last: Segment | None, new: Sequence[SegmentLayout]) -> dict[int, int]:
-        """As `needed`, with the segment that goes on, and new ones of these layouts."""
+        """Slot bytes by segment id of the runs, of `last`, and of new segments of these layouts."""
         sizes_bytes = {}
         for run in self.runs:
             sizes_bytes[run.segment.segment_id] = run.segment.layout.size_bytes
@@ -199,10 +237,14 @@ class Reservation:
             sizes_bytes[-number] = layout.size_bytes
         return sizes_bytes
 
+    def new_segment_bytes(self, token_count: int) -> int:
+        """Slot bytes of the segments that must be made for `token_count` more tokens."""
+        return sum([layout.size_bytes for layout in self.new_layouts(token_count, *self.last())])
+
     def new_layouts(self, token_count: int, last: Segment | None, row: int) -> list[SegmentLayout]:
         """Layouts of the segments that must be made for `token_count` more tokens, in order.
 
-        `last` goes on from `row` before them; see `last`.
+        The tokens first fill `last` from `row` on; both are as the method `last` returns them.
         """
         free_count = last.layout.segment_tokens - row if last is not None else 0
         missing_count = token_count - free_count
@@ -222,14 +264,14 @@ class Reservation:
 # happens to the reservation on the event loop meanwhile does not move the views.
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Room that another thread may fill while it is lent: runs in token order, with the slot of each."""
+    """Room that another thread may fill while `Appends` lends it: runs in token order, each with its slot."""
 
     runs: tuple[tuple[Run, memoryview], ...]
     tally: Tally
-    """To be fed what is put there."""
+    """Sums the rows that the thread puts there."""
 
     def places(self, stream: Stream, token_begin: int, token_end: int) -> list[SumPlace] | None:
-        """Where rows of one stream belong, in token order; None unless all of them have room here."""
+        """The places of one stream's rows, in token order; None unless the room has a place for each."""
         first = bisect_right(self.runs, token_begin, key=lambda item: item[0].token_begin) - 1
         places: list[tuple[memoryview, int, int, bool]] = []
         for run, view in self.runs[max(first, 0) :]:
