@@ -93,7 +93,7 @@ def thawed_clients(bench: Bench) -> None:
             bench.client.admin.demote_session(bench.names[0])
             thieves = [bench.store(f"thief{i}", SESSIONS + i) for i in range(THIEVES)]
             copier.thaw()
-            if (said := copier.word()) != "refused foreign":
+            if (said := copier.word(bench.report.patience_s(TIMEOUT_S))) != "refused foreign":
                 bench.report.find(f"a frozen client goes on: its copy was {said or 'good for ever'}")
         for thief in thieves:
             bench.client.sessions.open(thief).delete()

@@ -275,6 +275,7 @@ def _run(options: argparse.Namespace, report: Report, server: ServerProcess, cli
     sweeper = Fuzzer(server.target, options.seed, plausible, report)
     sweeper.sweep()
     _count(report, [sweeper])
+    _check_canaries(report, client)
     report.end_if_found()
     first_rss_bytes = _rss_bytes(server.pid)
     with ThreadPoolExecutor(options.threads) as pool:
@@ -378,8 +379,7 @@ def _used_bytes(client: Client) -> list[int]:
 def _check_after(report: Report, server: ServerProcess, client: Client, used_bytes: list[int]) -> None:
     if not client.admin.health():
         report.find("the server is not healthy afterwards")
-    for owner in range(CANARIES):
-        _check_canary(report, client, owner)
+    _check_canaries(report, client)
     names = [s.name for s in client.sessions.list() if not s.name.startswith("sessions/canary-")]
     for name in names:
         try:
@@ -406,6 +406,12 @@ def _check_let_go(report: Report, client: Client) -> None:
         stats = client.admin.stats()
     if stats.lease_count or stats.reservation_count:
         report.find(f"left behind: {stats.lease_count} leases, {stats.reservation_count} reservations")
+
+
+def _check_canaries(report: Report, client: Client) -> None:
+    """Sessions that no request names are as they were made."""
+    for owner in range(CANARIES):
+        _check_canary(report, client, owner)
 
 
 def _check_canary(report: Report, client: Client, owner: int) -> None:

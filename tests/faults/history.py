@@ -117,6 +117,9 @@ class Play:
             self._look(stage, names)
         except (ServerDidNotStart, Unavailable) as error:
             self._report.find(f"act {number}: {type(error).__name__}: {error}")
+            # Without a server each client would wait for its deadline, and nobody asks what it has seen.
+            for hand in stage.hands:
+                hand.process.kill()
             self.end_stage()
             return
         history = History(names, stage.crashes)
