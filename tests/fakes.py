@@ -71,10 +71,10 @@ class MemoryTier:
 
     def __init__(self, capacities_bytes: Sequence[int] = (64 << 20,)) -> None:
         self._capacities_bytes = tuple(capacities_bytes)
-        self._pages: dict[tuple[int, int], bytes] = {}
-        self._durable: dict[tuple[int, int], bytes] = {}
+        self.pages: dict[tuple[int, int], bytes] = {}
+        self.durable: dict[tuple[int, int], bytes] = {}
         self._fenced: set[int] = set()
-        self._lost: set[int] = set()
+        self.lost: set[int] = set()
         self._full: set[int] = set()
         self.emptied: set[int] = set()
         """See DeviceTier."""
@@ -97,7 +97,7 @@ class MemoryTier:
         """See Tier."""
         fenced = dict.fromkeys(self._fenced, TierRefusal("a failed sync", is_final=True))
         fenced |= dict.fromkeys(self._full, TierRefusal("No space left on device", is_final=False))
-        return fenced | dict.fromkeys(self._lost, TierRefusal("it is gone", is_final=False, is_lost=True))
+        return fenced | dict.fromkeys(self.lost, TierRefusal("it is gone", is_final=False, is_lost=True))
 
     @property
     def faults_left(self) -> int:
@@ -114,11 +114,11 @@ class MemoryTier:
 
     def lose(self, path_index: int) -> None:
         """Let nothing of a path be had, until `find`."""
-        self._lost.add(path_index)
+        self.lost.add(path_index)
 
     def find(self, path_index: int) -> None:
         """Let a path that was lost be there again, with what it had."""
-        self._lost.discard(path_index)
+        self.lost.discard(path_index)
 
     def fill(self, path_index: int, *, is_full: bool = True) -> None:
         """Let a path's device have no room for what is written, or room again."""
@@ -137,9 +137,9 @@ class MemoryTier:
     def crash(self) -> "MemoryTier":
         """Return what a power cut leaves: a tier with what was synced."""
         survivor = MemoryTier(self._capacities_bytes)
-        survivor._pages = dict(self._durable)
-        survivor._durable = dict(self._durable)
-        survivor._lost = set(self._lost)
+        survivor.pages = dict(self.durable)
+        survivor.durable = dict(self.durable)
+        survivor.lost = set(self.lost)
         return survivor
 
     async def read(
@@ -157,7 +157,7 @@ class MemoryTier:
         flat = into.cast("B")
         for first, last in [(0, into.nbytes)] if pieces is None else pieces:
             for i in range(first // ALIGN_BYTES, last // ALIGN_BYTES):
-                flat[i * ALIGN_BYTES : (i + 1) * ALIGN_BYTES] = self._pages.get(keys[i], bytes(ALIGN_BYTES))
+                flat[i * ALIGN_BYTES : (i + 1) * ALIGN_BYTES] = self.pages.get(keys[i], bytes(ALIGN_BYTES))
             if then:
                 then(first, last)
 
@@ -173,20 +173,20 @@ class MemoryTier:
         flat = data.cast("B")
         for first, last in [(0, data.nbytes)] if pieces is None else pieces:
             for i in range(first // ALIGN_BYTES, last // ALIGN_BYTES):
-                self._pages[keys[i]] = bytes(flat[i * ALIGN_BYTES : (i + 1) * ALIGN_BYTES])
+                self.pages[keys[i]] = bytes(flat[i * ALIGN_BYTES : (i + 1) * ALIGN_BYTES])
 
     async def sync(self, path_indexes: Collection[int]) -> None:
         """See Tier. A failure is that of one device, the first path's, and fences it."""
         for index in path_indexes:
             self._check_fence(index)
         # A write that comes while a sync waits is not covered by that sync.
-        written = {key: page for key, page in self._pages.items() if key[0] in path_indexes}
+        written = {key: page for key, page in self.pages.items() if key[0] in path_indexes}
         try:
             await self._arrive(Operation.SYNC, min(path_indexes, default=0))
         except TierFailure:
             self._fenced.add(min(path_indexes, default=0))
             raise
-        self._durable |= written
+        self.durable |= written
 
     def close(self) -> None:
         """See Tier."""
@@ -194,7 +194,7 @@ class MemoryTier:
     async def _arrive(self, operation: Operation, path_index: int) -> None:
         self.counts[operation] += 1
         number = self.counts[operation]
-        if path_index in self._lost:
+        if path_index in self.lost:
             raise TierFailure(path=self.paths[path_index], problem="it is gone")
         for place in (None, path_index):
             if gate := self._gates.get((operation, place)):

@@ -55,8 +55,8 @@ class MemoryMetadata:
     """See MetadataStore. Owned by the event loop."""
 
     def __init__(self) -> None:
-        self._current = _State()
-        self._durable = _State()
+        self.current = _State()
+        self.durable = _State()
         self._unsynced: list[Changes] = []
         self._failure: str | None = None
         self.is_full = False
@@ -71,19 +71,19 @@ class MemoryMetadata:
 
     def models(self) -> Iterator[ModelRecord]:
         """See MetadataStore."""
-        return iter(list(self._current.models.values()))
+        return iter(list(self.current.models.values()))
 
     def sessions(self) -> Iterator[SessionRecord]:
         """See MetadataStore."""
-        return iter(list(self._current.sessions.values()))
+        return iter(list(self.current.sessions.values()))
 
     def segments(self) -> Iterator[SegmentRecord]:
         """See MetadataStore. Ascending by id."""
-        return iter([segment for _, segment in sorted(self._current.segments.items())])
+        return iter([segment for _, segment in sorted(self.current.segments.items())])
 
     def kept_sessions(self) -> Iterator[KeptSessions]:
         """See MetadataStore."""
-        records = [record for _, record in sorted(self._current.sessions.items())]
+        records = [record for _, record in sorted(self.current.sessions.items())]
         for begin in range(0, len(records), AT_ONCE):
             yield _looked_at(records[begin : begin + AT_ONCE])
 
@@ -128,7 +128,7 @@ class MemoryMetadata:
 
     def quarantined(self) -> Iterator[Slot]:
         """See MetadataStore."""
-        return iter(sorted(self._current.quarantined))
+        return iter(sorted(self.current.quarantined))
 
     def begin(self) -> None:
         """See MetadataStore. It takes commits at once."""
@@ -137,10 +137,10 @@ class MemoryMetadata:
         """See MetadataStore."""
         self.check(is_growing=False)
         kept = _copy(changes)
-        self._current.apply(kept)
+        self.current.apply(kept)
         self._unsynced.append(kept)
         if is_durable:
-            self._sync()
+            self.sync()
         return _there()
 
     def fail(self, problem: str) -> None:
@@ -153,23 +153,24 @@ class MemoryMetadata:
 
     async def recorded_slots(self) -> set[Slot]:
         """See MetadataStore."""
-        named = {slot for segment in self._current.segments.values() for slot in segment.places}
-        return named | self._current.quarantined
+        named = {slot for segment in self.current.segments.values() for slot in segment.places}
+        return named | self.current.quarantined
 
     def crash(self) -> "MemoryMetadata":
         """Return what a power cut leaves: a store with the durable commits and those before them."""
         survivor = MemoryMetadata()
-        survivor._current = _copy_state(self._durable)
-        survivor._durable = _copy_state(self._durable)
+        survivor.current = _copy_state(self.durable)
+        survivor.durable = _copy_state(self.durable)
         return survivor
 
     def close(self) -> None:
         """See MetadataStore. Commits are kept, so that the same object can be read again."""
-        self._sync()
+        self.sync()
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
+        """Let every commit so far outlive a power cut."""
         for changes in self._unsynced:
-            self._durable.apply(changes)
+            self.durable.apply(changes)
         self._unsynced.clear()
 
 

@@ -35,7 +35,7 @@ MayGive = Callable[[bytes], bool]
 #     prefetch ──┘         │
 #                          └── held by the task itself: every caller may go away
 #
-# Callers that wait come first. Prefetching begins no segment while `_awaited_count` is above 0; what it has
+# Callers that wait come first. Prefetching begins no segment while `awaited_count` is above 0; what it has
 # begun goes on.
 class Promotions:
     """Promotions under way. Owned by the event loop."""
@@ -50,7 +50,7 @@ class Promotions:
         self.owed: set[Slot] = set()
         """DRAM slots that belong to nobody and that a device may still write to: reads that were given up."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._awaited_count = 0
+        self.awaited_count = 0
         """Promotions of several segments that callers wait for."""
         self._is_none_awaited = asyncio.Event()
         self._is_none_awaited.set()
@@ -69,15 +69,15 @@ class Promotions:
         if missing:
             # Enough in flight for the device, few enough for several sessions to take turns.
             count = window(max(segment.size_bytes for segment in missing))
-            self._awaited_count += 1
+            self.awaited_count += 1
             # Promotion ahead of need stops here: the device is for callers that wait.
             self._is_none_awaited.clear()
             try:
                 with self._state.span("promotion", segment_count=len(missing)):
                     await in_window((partial(self._promotion, s) for s in missing), count)
             finally:
-                self._awaited_count -= 1
-                if not self._awaited_count:
+                self.awaited_count -= 1
+                if not self.awaited_count:
                     self._is_none_awaited.set()
 
     async def wait_for_others(self) -> None:
@@ -96,7 +96,7 @@ class Promotions:
 
         def moves() -> Iterator[Callable[[], asyncio.Task[None]]]:
             nonlocal has_room
-            while segments and not self._awaited_count and is_wanted():
+            while segments and not self.awaited_count and is_wanted():
                 segment = segments.popleft()
                 # In memory by now, or gone: nothing to do.
                 if segment.place is not Place.BELOW:
@@ -210,7 +210,7 @@ class Prefetching:
     def __init__(self, state: State, promotions: Promotions, mending: Mending) -> None:
         self._ledger, self._placement = state.ledger, state.ledger.placement
         self._state, self._promotions, self._mending = state, promotions, mending
-        self._turns = asyncio.Semaphore(SESSIONS_AT_A_TIME)
+        self.turns = asyncio.Semaphore(SESSIONS_AT_A_TIME)
 
     async def prefetch(self) -> None:
         """Promote whom the policy wants in DRAM, until there is nobody, or no room for the first of them.
@@ -285,7 +285,7 @@ class Prefetching:
 
     async def _promote(self, session: Session, segments: Iterable[Segment]) -> PromotionOutcome:
         try:
-            async with self._turns:
+            async with self.turns:
                 return await self._promote_in_turn(session, deque(segments))
         except CorruptSegment as error:
             # Bad bytes are dealt with here as for a reader, and the session is cut before anybody asks for

@@ -66,7 +66,8 @@ class Queue:
         self.names: dict[bytes, str] = {}
         """Names of the sessions that jobs wait for, gone ones too, by uid."""
         self.job_counts: Counter[bytes] = Counter()
-        self._news: dict[bytes, Change] = {}
+        self.news: dict[bytes, Change] = {}
+        """What is to be told, by uid."""
 
     def promoted(self, uid: bytes) -> None:
         """See Watcher."""
@@ -96,21 +97,21 @@ class Queue:
     def forget(self, uid: bytes) -> None:
         """No job names the session any more."""
         del self.names[uid]
-        self._news.pop(uid, None)
+        self.news.pop(uid, None)
 
     def take_news(self) -> tuple[bytes, str, Change] | None:
         """The session with the oldest untold change, its name and the change; None when all is told."""
-        uid = next(iter(self._news), None)
+        uid = next(iter(self.news), None)
         # Nothing to tell, and cleared in the same step: a change that comes later sets it again.
         if uid is None:
             self.has_news.clear()
             return None
-        return uid, self.names[uid], self._news.pop(uid)
+        return uid, self.names[uid], self.news.pop(uid)
 
     def _tell(self, uid: bytes, change: Change, *, instead_of: Change = NOTHING) -> None:
         # Sessions that no job names any more are not told.
         if uid in self.names:
-            self._news[uid] = self._news.get(uid, NOTHING) & ~instead_of | change
+            self.news[uid] = self.news.get(uid, NOTHING) & ~instead_of | change
             self.has_news.set()
 
 
@@ -120,9 +121,9 @@ class Queues:
     def __init__(self, state: State, limits: QueueLimits) -> None:
         self.limits = limits
         self._state = state
-        self._schedule = Schedule(self._reordered)
+        self.schedule = Schedule(self._reordered)
         self._queues: dict[str, Queue] = {}
-        self._leaving: deque[Queue] = deque()
+        self.leaving: deque[Queue] = deque()
         """Queues that are withdrawn, and have jobs yet."""
         self._starting: dict[bytes, int] = {}
         """Sessions whose job was said to run, until when they are taken to be about to be accessed.
@@ -146,11 +147,11 @@ class Queues:
 
     def job_count(self, queue: Queue) -> int:
         """Jobs that wait in a queue."""
-        return self._schedule.job_count(queue.key)
+        return self.schedule.job_count(queue.key)
 
     def starts_in_s(self, session: Session) -> float | None:
         """How long until the first job of the session is expected to start; None when none waits."""
-        order = self._schedule.order(session.uid)
+        order = self.schedule.order(session.uid)
         return None if order is None else order - self._now_s()
 
     # -- streams -------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ class Queues:
         # The stream that lost it long ago does not take it from its successor.
         if self._queues.get(queue.name) is queue:
             del self._queues[queue.name]
-            self._leaving.append(queue)
+            self.leaving.append(queue)
         await self._forget_jobs(pace)
 
     async def end_overdue(self) -> None:
@@ -212,7 +213,7 @@ class Queues:
         # A few at a time, until none is due.
         while is_more:
             is_withdrawn = self._withdraw_started(now_ns)
-            is_more = self._schedule.passed(now_ns / SECOND_NS, JOBS_PER_SLICE) > 0 or is_withdrawn
+            is_more = self.schedule.passed(now_ns / SECOND_NS, JOBS_PER_SLICE) > 0 or is_withdrawn
             await asyncio.sleep(0)
 
     def _withdraw_started(self, now_ns: int) -> bool:
@@ -221,25 +222,25 @@ class Queues:
         due = [uid for uid, until_ns in first if until_ns <= now_ns]
         for uid in due:
             del self._starting[uid]
-            self._reordered(uid, self._schedule.order(uid))
+            self._reordered(uid, self.schedule.order(uid))
         return bool(due)
 
     async def _forget_jobs(self, pace: Pace) -> None:
         """Also what others began and were cancelled at."""
         # Also what an earlier call left when its caller was cancelled.
-        while self._leaving:
-            queue = self._leaving[0]
-            jobs = self._schedule.drop(queue.key, JOBS_PER_SLICE)
+        while self.leaving:
+            queue = self.leaving[0]
+            jobs = self.schedule.drop(queue.key, JOBS_PER_SLICE)
             for job in jobs:
                 self._discount(queue, job.uid)
             if not jobs:
-                self._leaving.popleft()
+                self.leaving.popleft()
             if pace.is_over:
                 await pace.rest()
 
     def forget(self, queue: Queue) -> None:
         """Forget a queue without jobs."""
-        self._schedule.drop(queue.key, 0)
+        self.schedule.drop(queue.key, 0)
 
     # -- jobs ----------------------------------------------------------------------------------------
 
@@ -256,12 +257,12 @@ class Queues:
         Returns why its session is not there; empty when it is.
         """
         session, reason = self._find(queue, session_id)
-        before = self._schedule.job(queue.key, job.job_id)
+        before = self.schedule.job(queue.key, job.job_id)
         if session is not None:
             # Counted before the old one is taken back: a job that is put again keeps its session watched.
             self._count(queue, session)
         uid = None if session is None else session.uid
-        self._schedule.put(queue.key, replace(job, uid=uid), self._now_s())
+        self.schedule.put(queue.key, replace(job, uid=uid), self._now_s())
         if before is not None:
             self._discount(queue, before.uid)
         if uid is not None:
@@ -270,18 +271,18 @@ class Queues:
 
     def gone(self, queue: Queue, job_id: str, *, is_started: bool) -> None:
         """A job waits no longer, if it did."""
-        waiting = self._schedule.job(queue.key, job_id)
+        waiting = self.schedule.job(queue.key, job_id)
         if is_started and waiting is not None and waiting.uid is not None:
             # The job is gone from the queue, and its access is still to come: until then the session is about
             # to be used.
             self._starting[waiting.uid] = self._state.clock.monotonic_ns() + self.limits.grace_ns
-        job = self._schedule.gone(queue.key, job_id, self._now_s(), is_started=is_started)
+        job = self.schedule.gone(queue.key, job_id, self._now_s(), is_started=is_started)
         if job is not None:
             self._discount(queue, job.uid)
 
     def job_ids(self, queue: Queue) -> AbstractSet[str]:
         """Jobs that wait in a queue, as it changes."""
-        return self._schedule.job_ids(queue.key)
+        return self.schedule.job_ids(queue.key)
 
     # -- parts ---------------------------------------------------------------------------------------
 

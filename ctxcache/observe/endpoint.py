@@ -68,6 +68,16 @@ class Endpoint:
         self.address = ""
         """`host:port`, once it listens."""
 
+    @property
+    def connection_count(self) -> int:
+        """Connections there are."""
+        return len(self._connections)
+
+    @property
+    def silent_count(self) -> int:
+        """Those of them that have asked nothing yet."""
+        return len(self._silent)
+
     async def start(self, host: str, port: int) -> None:
         """Listen. Raises AddressUnusable."""
         try:

@@ -137,7 +137,7 @@ class Server:
         self._files = files
         self._identification, self._lessons = identification, lessons
         is_divided = not identification.is_open
-        self._admissions = Admissions(
+        self.admissions = Admissions(
             Admission("concurrent rpcs", settings.max_concurrent_rpcs, is_divided=is_divided),
             Admission(
                 "concurrent streams", settings.max_concurrent_streams, turns=Turns(), is_divided=is_divided
@@ -151,54 +151,54 @@ class Server:
         self._metrics_tls = load_tls(
             settings.metrics_tls_certificate, settings.metrics_tls_key, None, prefix="metrics_"
         )
-        self._bulk = BulkListener(
+        self.bulk = BulkListener(
             cache,
-            self._admissions.streams,
+            self.admissions.streams,
             identification,
             connection_limit=settings.max_bulk_connections,
             tls=self._tls,
         )
         # Each health check asks for the problem: metadata that takes no changes says why.
         self._health = Health(SERVICES, lambda: storage.metadata.problem)
-        self._doors = Doors(self._admissions, self._health)
+        self._doors = Doors(self.admissions, self._health)
         self._lag, self._rpc_times = LoopLag(), RpcTimes()
         sources = self._sources(self._rpc_times)
-        self._recording = Recording(lambda: Moment(read(sources)))
+        self.recording = Recording(lambda: Moment(read(sources)))
         token = settings.metrics_token_file
         metrics_tls = self._metrics_tls
-        self._metrics = Endpoint(
-            pages_of(sources, self._recording),
+        self.metrics = Endpoint(
+            pages_of(sources, self.recording),
             bearer=None if token is None else Bearer(token, source="metrics_token_file"),
             tls=None if metrics_tls is None else lambda: metrics_tls.context,
         )
         newcomers = Newcomers()
         # gRPC and local clients share one order of turns: neither way gets ahead of the other.
-        self._local_turns = Turns(newcomers)
+        self.local_turns = Turns(newcomers)
         self._edge = Edge(
-            self._admissions,
+            self.admissions,
             identification,
             stall_timeout_s=settings.stall_timeout_s,
             decoders=DECODERS,
             times=self._rpc_times,
             spans=cache.state.spans,
             newcomers=newcomers,
-            turns=self._local_turns,
+            turns=self.local_turns,
         )
-        self._connections = Connections(_connection_limit(settings), settings.max_connections_per_host)
+        self.connections = Connections(_connection_limit(settings), settings.max_connections_per_host)
         self._ports = Ports(
-            self._tls, silence_s=settings.keepalive_s, connection_limit=self._connections.limit
+            self._tls, silence_s=settings.keepalive_s, connection_limit=self.connections.limit
         )
         self._upkeep: asyncio.Task[None] | None = None
         self._watches: list[asyncio.Task[None]] = []
         path = control_path(settings)
         self._arena = _arena_message(storage, path)
-        self._control = ControlSocket(
+        self.control = ControlSocket(
             cache,
             self._arena,
             storage.arena.read_fd,
             storage.arena.write_fd,
-            self._admissions.local_clients,
-            self._local_turns,
+            self.admissions.local_clients,
+            self.local_turns,
             identification,
         )
 
@@ -210,12 +210,12 @@ class Server:
     @property
     def metrics_address(self) -> str:
         """The address of the metrics, `host:port`; empty where they are not served."""
-        return self._metrics.address
+        return self.metrics.address
 
     @property
     def bulk_addresses(self) -> tuple[str, ...]:
         """Addresses on which the bulk channel listens."""
-        return self._bulk.addresses
+        return self.bulk.addresses
 
     @classmethod
     async def start(
@@ -323,8 +323,8 @@ class Server:
             patience_s = self.settings.drain_timeout_s
             await asyncio.gather(
                 self._ports.server.stop(patience_s),
-                self._control.stop(patience_s),
-                self._bulk.drain(patience_s),
+                self.control.stop(patience_s),
+                self.bulk.drain(patience_s),
             )
             # Upkeep ends behind the last call: running calls may have waited for room that upkeep makes.
             for task in filter(None, (self._upkeep, *self._watches)):
@@ -336,8 +336,8 @@ class Server:
                 await self.cache.close()
             finally:
                 self._lag.stop()
-                self._recording.stop()
-                await self._metrics.stop()
+                self.recording.stop()
+                await self.metrics.stop()
             await self._lessons.keep()
             if isinstance(clock := self.cache.state.clock, StoreClock):
                 await clock.keep()
@@ -351,15 +351,15 @@ class Server:
             # From here on the server may acknowledge changes that a crash would take back.
             self.storage.directory.begin_run()
         except CacheError:
-            await self._metrics.stop()
-            self._bulk.close()
-            await self._control.stop(0)
+            await self.metrics.stop()
+            self.bulk.close()
+            await self.control.stop(0)
             # Some addresses may be bound by now.
             await self._ports.give_up()
             raise
         await self._ports.server.start()
         self._lag.start()
-        self._recording.start()
+        self.recording.start()
         # The doors open last: a health check that says yes is a promise.
         self._doors.open()
         loop = asyncio.get_running_loop()
@@ -368,7 +368,7 @@ class Server:
             self._identification.watch,
             self._lessons.run,
             self._health.watch_writes,
-            self._connections.watch,
+            self.connections.watch,
             give_back_unused,
             *(tls.watch for tls in (self._tls, self._metrics_tls) if tls is not None),
         ]
@@ -383,21 +383,21 @@ class Server:
         # TCP comes first: the port that was chosen for `:0` is the first address that is told.
         self.addresses = tuple(self._ports.bind(address) for address in targets(self.settings))
         for address in self.addresses:
-            self._connections.add(address)
+            self.connections.add(address)
         if not self.addresses:
             raise InvalidConfiguration(
                 source="listen", problem="neither a TCP address nor a Unix socket is set"
             )
         if self._arena.control_socket:
-            await self._control.start(self._arena.control_socket)
-        self._bulk.open(bulk_places(self.settings, self.addresses))
+            await self.control.start(self._arena.control_socket)
+        self.bulk.open(bulk_places(self.settings, self.addresses))
         place = metrics_place(self.settings, self.addresses)
         if place:
             await self._open_metrics(*place)
 
     async def _open_metrics(self, host: str, port: int) -> None:
         try:
-            await self._metrics.start(host, port)
+            await self.metrics.start(host, port)
         except AddressUnusable as error:
             # The default port beside the server's may be another's, which is no reason not to serve.
             if self.settings.metrics_listen != "auto":
@@ -408,13 +408,13 @@ class Server:
         arena, metadata = self.storage.arena, self.storage.metadata
         return Sources(
             self.cache,
-            self._admissions,
+            self.admissions,
             rpc_times,
             __version__,
             self.settings.placement_policy,
             self.cache.state.clock.wall_ns() / 10**9,
-            connections=lambda: self._connections,
-            bulk_connection_count=lambda: self._bulk.connection_count,
+            connections=lambda: self.connections,
+            bulk_connection_count=lambda: self.bulk.connection_count,
             arena_prefaulted_bytes=lambda: arena.prefaulted_bytes,
             metadata_commit_count=lambda: metadata.commit_count,
             metadata_problem=lambda: metadata.problem,
@@ -445,24 +445,24 @@ class Server:
         )
         served = cast("grpc.aio.Server", self._edge)
         session_pb2_grpc.add_SessionServiceServicer_to_server(
-            SessionService(self.cache, self._local_turns), served
+            SessionService(self.cache, self.local_turns), served
         )
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.cache, self._local_turns), served)
-        local_clients = self._admissions.local_clients
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.cache, self.local_turns), served)
+        local_clients = self.admissions.local_clients
         arena_service = ArenaService(
-            self.cache, self._arena, local_clients, self._local_turns, is_sealed=self.settings.arena_sealed
+            self.cache, self._arena, local_clients, self.local_turns, is_sealed=self.settings.arena_sealed
         )
         arena_pb2_grpc.add_ArenaServiceServicer_to_server(arena_service, served)
-        bulk_service = BulkService(self._bulk, self.cache.state.clock)
+        bulk_service = BulkService(self.bulk, self.cache.state.clock)
         bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, served)
-        hint_service = HintService(self.cache, self._admissions.engines, self._local_turns)
+        hint_service = HintService(self.cache, self.admissions.engines, self.local_turns)
         hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, served)
-        prefix_service = PrefixService(self.cache, self._local_turns)
+        prefix_service = PrefixService(self.cache, self.local_turns)
         prefix_pb2_grpc.add_PrefixServiceServicer_to_server(prefix_service, served)
-        block_service = BlockService(self.cache, self._local_turns, self._admissions.engines)
+        block_service = BlockService(self.cache, self.local_turns, self.admissions.engines)
         block_pb2_grpc.add_BlockServiceServicer_to_server(block_service, served)
         controls = Controls(
-            self._doors, self._rpc_times, self._control.cut_off, self.storage.ssd.hold, self.storage.faults
+            self._doors, self._rpc_times, self.control.cut_off, self.storage.ssd.hold, self.storage.faults
         )
         admin_service = AdminService(self.cache, about, self._reloading.shown, self.reload, controls)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, served)

@@ -85,7 +85,8 @@ class ControlSocket:
         )
         self.connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
-        self._path = ""
+        self.path = ""
+        """Where it listens."""
         self._drain: asyncio.Task[None] | None = None
 
     def welcome(self, tenant: str, *, may_write: bool) -> bytes:
@@ -106,7 +107,7 @@ class ControlSocket:
             listener = bound(path, mode=0o666 if others else 0o600)
         except OSError as error:
             raise AddressUnusable(address=f"unix:{path}", problem=error.strerror or str(error)) from error
-        self._path = path
+        self.path = path
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: _Connection(self), sock=listener)
         self._drain = loop.create_task(self._end_idle())
@@ -119,7 +120,7 @@ class ControlSocket:
         self._server.close()
         # Whatever keeps it: what memory has is flushed behind this.
         with contextlib.suppress(OSError):
-            os.unlink(self._path)  # noqa: PTH108  # pathlib is taken for blocking
+            os.unlink(self.path)  # noqa: PTH108  # pathlib is taken for blocking
         left = {connection.ended for connection in self.connections}
         if left:
             await asyncio.wait(left, timeout=timeout_s)
@@ -164,7 +165,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._batch: asyncio.Task[None] | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
-        self._is_over = self._is_stalled = self._is_paused = False
+        self._is_over = self.is_stalled = self._is_paused = False
 
     # -- the loop's calls ----------------------------------------------------------------------
 
@@ -200,11 +201,11 @@ class _Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
-        self._is_stalled = True
+        self.is_stalled = True
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
-        self._is_stalled = False
+        self.is_stalled = False
         self.go_on()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -224,6 +225,17 @@ class _Connection(asyncio.Protocol):
     def client(self) -> int:
         """Its number; 0 before it has one."""
         return 0 if self._client is None else self._client.client
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a batch of its is being carried out, or waits for something."""
+        return self._batch is not None
+
+    @property
+    def held_bytes(self) -> int:
+        """What it has sent and was not dealt with, and answers that it has not taken."""
+        unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self._frames.held_bytes + unsent
 
     # -- ends ----------------------------------------------------------------------------------
 
@@ -283,7 +295,7 @@ class _Connection(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return
         # Not read any more, so that the kernel's buffer fills and the client waits: nothing is dropped.
-        if self._is_stalled or frames.held_bytes > UNREAD_LIMIT_BYTES:
+        if self.is_stalled or frames.held_bytes > UNREAD_LIMIT_BYTES:
             self._is_paused = True
             transport.pause_reading()
         elif self._is_paused:
@@ -307,12 +319,12 @@ class _Connection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001  # the edge: nothing may pass it unmapped
             self._end(known_error(error))
         # The answer did not fit into the socket.
-        if self._is_stalled:
+        if self.is_stalled:
             self.go_on()
         return True
 
     def _is_ready(self) -> bool:
-        return not (self._is_over or self._is_stalled or self._batch is not None)
+        return not (self._is_over or self.is_stalled or self._batch is not None)
 
     def _check_empty(self) -> None:
         if self._client is None:

@@ -191,8 +191,8 @@ class Turns:
 
     def __init__(self, newcomers: Newcomers | None = None) -> None:
         """`newcomers`: calls that go first; None where pieces wait for nobody but each other."""
-        self._newcomers = newcomers
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self.newcomers = newcomers
+        self.waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """By tenant, the next one first."""
         self._is_taken = False
         self._patience: asyncio.TimerHandle | None = None
@@ -212,7 +212,7 @@ class Turns:
             self._let_newcomers_first()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # By tenant and not by caller: a tenant with a hundred streams has one line.
-        self._waiting.setdefault(TENANT.get(), deque()).append(turn)
+        self.waiting.setdefault(TENANT.get(), deque()).append(turn)
         await turn
 
     def _begin_rest(self) -> None:
@@ -229,40 +229,40 @@ class Turns:
 
     def _next(self) -> None:
         # Newcomers have PATIENCE_NS, or until they are gone.
-        if self._waiting and self._must_wait():
+        if self.waiting and self._must_wait():
             self._let_newcomers_first()
         else:
             self._give()
 
     def _are_rpcs_there(self) -> bool:
         """Whether one came lately; nobody says so where there are no newcomers to ask."""
-        return self._newcomers is None or time.monotonic_ns() - self._newcomers.called_ns < RPCS_NS
+        return self.newcomers is None or time.monotonic_ns() - self.newcomers.called_ns < RPCS_NS
 
     def _must_wait(self) -> bool:
-        return self._newcomers is not None and self._newcomers.are_there()
+        return self.newcomers is not None and self.newcomers.are_there()
 
     def _let_newcomers_first(self) -> None:
-        assert self._newcomers is not None  # noqa: S101  # it has just been asked
+        assert self.newcomers is not None  # noqa: S101  # it has just been asked
         self._patience = asyncio.get_running_loop().call_later(PATIENCE_NS / 1e9, self._go_on)
-        self._newcomers.call_when_gone(self._go_on)
+        self.newcomers.call_when_gone(self._go_on)
 
     def _go_on(self) -> None:
         """The newcomers are gone, or have had their time: whichever is first."""
         # Called by the timer and by the newcomers: the second call finds nothing to do.
-        if self._patience is not None and self._newcomers is not None:
+        if self._patience is not None and self.newcomers is not None:
             self._patience.cancel()
             self._patience = None
-            self._newcomers.forget(self._go_on)
+            self.newcomers.forget(self._go_on)
             self._give()
 
     def _give(self) -> None:
-        while self._waiting:
+        while self.waiting:
             # Round robin: a tenant that has had a turn goes behind the others.
-            tenant = next(iter(self._waiting))
-            own = self._waiting.pop(tenant)
+            tenant = next(iter(self.waiting))
+            own = self.waiting.pop(tenant)
             turn = own.popleft()
             if own:
-                self._waiting[tenant] = own
+                self.waiting[tenant] = own
             # A caller that was cancelled has left its future behind.
             if not turn.done():
                 turn.set_result(None)

@@ -170,7 +170,7 @@ async def test_a_copy_is_bad_while_the_other_path_is_lost(pair: MemoryRig) -> No
     segment = segments(pair, "s0")[1]
     first, second = segment.places
     page = first.path_index, (first.offset_bytes + segment.layout.offsets[1]) // ALIGN_BYTES
-    pair.ssd._pages[page] = bytes(ALIGN_BYTES)
+    pair.ssd.pages[page] = bytes(ALIGN_BYTES)
     pair.ssd.lose(second.path_index)
     with pytest.raises(TierFailure):
         await pair.read("s0")
@@ -351,7 +351,7 @@ async def test_a_new_device_gets_its_copies_again(pair: MemoryRig) -> None:
     """A device was replaced by an empty one: nothing is lost, and everything has two copies again."""
     made = await stored(pair, 2)
     pair.ssd.emptied = {0}
-    pair.ssd._pages = {key: page for key, page in pair.ssd._pages.items() if key[0] != 0}
+    pair.ssd.pages = {key: page for key, page in pair.ssd.pages.items() if key[0] != 0}
     await pair.restart()
     for name, tokens in made.items():
         assert await pair.read(name) == expected(tokens)

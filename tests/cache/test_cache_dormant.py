@@ -466,18 +466,17 @@ async def test_the_policy_forgets_a_sleeper_and_counts_its_turns_on(tmp_path: Pa
     feed, policy = rig.cache.ledger.placement, policies[-1]
     await lull(rig)
     kept: list[Sized] = [
-        feed._standings,
-        feed._uids,
         policy._held,
         policy._sizes,
         policy._last_use,
         policy._worth,
     ]
 
+    assert feed.is_empty
     assert [len(each) for each in kept] == [0] * len(kept)
     assert not policy._returns._watches
     await rig.append("b", Writer(9).make(1), is_durable=True)
-    (standing,) = feed._standings.values()
+    (standing,) = feed.standings.values()
     assert standing.turn_count == 4
     await rig.close()
 

@@ -194,7 +194,7 @@ async def test_a_session_that_goes_while_it_is_truncated_is_never_cut_further(
     # The middle goes: whatever then misses a segment loses what is behind it as well.
     dropped = (SEGMENT_TOKENS, 2 * SEGMENT_TOKENS)
     database: Any = disk_rig.metadata
-    database._db = Refusing(database._db, taken_count)
+    database.database = Refusing(database.database, taken_count)
     truncated, departed = await asyncio.gather(
         disk_rig.truncate("a", dropped), depart(disk_rig), return_exceptions=True
     )

@@ -80,11 +80,11 @@ async def test_a_session_that_was_held_leaves_in_its_turn_afterwards(tmp_path: P
 async def test_nothing_ranks_of_a_session_that_is_gone(rig: MemoryRig) -> None:
     """Also while SSD is never full, and no session is looked for that could leave."""
     await filled(rig, "a", SEGMENT_TOKENS)
-    ranking = rig.cache.ledger._evictable._ranking
-    assert len(ranking) == 1
+    uid = rig.cache.ledger.find(TENANT, "a").uid
+    assert uid in rig.cache.ledger.evictable
     await rig.delete("a")
 
-    assert len(ranking) == 0
+    assert uid not in rig.cache.ledger.evictable
 
 
 async def test_a_crash_keeps_a_right_beginning(disk_rig: DiskRig) -> None:

@@ -148,7 +148,7 @@ async def test_touching_a_session_for_ever_takes_no_room(rig: MemoryRig) -> None
         await rig.create("b")
         await rig.delete("b")
 
-    assert len(rig.cache.ledger._expiry._heap) < 100
+    assert rig.cache.ledger.expiry.entry_count < 100
 
 
 async def test_a_lookup_changes_nothing(rig: MemoryRig, writer: Writer) -> None:

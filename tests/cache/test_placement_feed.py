@@ -216,7 +216,7 @@ async def test_a_rest_of_a_session_that_nobody_looked_at_asks_for_no_rank(
         noted.cache.leases.release((await noted.acquire("a")).lease_id)
     assert not looks
     lease = await noted.acquire("a")
-    assert noted.cache.ledger._evictable.first(lambda _: Verdict.LEAVES)
+    assert noted.cache.ledger.evictable.first(lambda _: Verdict.LEAVES)
     noted.cache.leases.release(lease.lease_id)
     assert looks
     await noted.check()
@@ -236,7 +236,7 @@ async def test_what_forks_share_falls_with_the_one_that_is_read(
     monkeypatch.setattr(policy_of(noted), "rank", lambda name: (5.0 if name.endswith(b"a") else 3.0,))
     await noted.read("a")
     assert noted.cache.placement.rank(uid["a"]) == (0, 5.0)
-    assert noted.cache.ledger._resident._ranking.first()
+    assert noted.cache.ledger.resident._ranking.first()
     await noted.read("b")
     await noted.check()
 
@@ -268,10 +268,10 @@ async def test_ranks_that_all_rise_at_once_are_not_all_looked_at(
     rig.cache.placement.passed()
     before = policy.look_count
     for policy.height in range(1, 11):
-        assert rig.cache.ledger._evictable.first(lambda _: Verdict.LEAVES)
+        assert rig.cache.ledger.evictable.first(lambda _: Verdict.LEAVES)
     assert policy.look_count - before == 50
     rig.cache.placement.passed()
-    assert rig.cache.ledger._evictable.first(lambda _: Verdict.LEAVES)
+    assert rig.cache.ledger.evictable.first(lambda _: Verdict.LEAVES)
     assert policy.look_count - before > 50
     await rig.close()
 
@@ -324,8 +324,7 @@ async def test_nothing_is_kept_of_sessions_that_are_gone(
     for session_id in rig.names():
         await rig.delete(session_id)
 
-    kept = rig.cache.placement
-    assert not any((kept._standings, kept._uids, kept._kin_in_memory, kept._watchers, kept.unread))
+    assert rig.cache.placement.is_empty
     assert policy.prefetch() is None
     assert len(_names_in(policy)) <= (name == "value")
     await rig.close()

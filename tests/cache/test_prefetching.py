@@ -144,7 +144,7 @@ async def test_a_watcher_hears_what_becomes_of_a_session(foreseen: Foreseen) -> 
     assert other.notes == [("promoted", uid)]
     foreseen.cache.placement.watch(uid, heard)
     foreseen.cache.placement.unwatch(uid, other)
-    assert not foreseen.cache.placement._watchers
+    assert not foreseen.cache.placement.watched
 
 
 async def test_what_is_not_needed_makes_room_and_what_is_does_not(foreseen: Foreseen) -> None:
@@ -244,7 +244,7 @@ async def test_a_caller_that_waits_goes_first(foreseen: Foreseen) -> None:
     """While a lease waits for its rows, nothing is read ahead of need; afterwards it goes on."""
     gate = foreseen.ssd.hold(Operation.READ)
     foreground = asyncio.create_task(foreseen.acquire("a"))
-    await until(lambda: foreseen.cache.promotions._awaited_count)
+    await until(lambda: foreseen.cache.promotions.awaited_count)
     foreseen.hint("b")
     ahead = asyncio.create_task(foreseen.prefetch())
     for _ in range(20):
@@ -293,7 +293,7 @@ async def test_a_promotion_may_lose_its_session(foreseen: Foreseen, ending: str)
     await foreseen.check()
 
     assert ahead.cancelled() == (ending == "cancel")
-    assert not any(standing.coming_count for standing in foreseen.cache.placement._standings.values())
+    assert not any(standing.coming_count for standing in foreseen.cache.placement.standings.values())
     await foreseen.prefetch()
     assert foreseen.in_dram("b") == [PARTS]
 

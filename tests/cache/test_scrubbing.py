@@ -195,7 +195,7 @@ async def test_what_nobody_asks_for_is_verified_too(tmp_path: Path) -> None:
             await asyncio.sleep(0)
         seen = await rig.read("a")
         await rig.demote("a")
-        rig.ssd._pages.clear()
+        rig.ssd.pages.clear()
         while count("a"):
             rig.clock.advance(ns=PASS_NS // 100)
             await asyncio.sleep(0)
@@ -267,7 +267,7 @@ async def test_damage_that_a_reader_finds_first_ends_no_pass(tmp_path: Path) -> 
     await rig.create("a")
     await rig.append("a", Writer(1).make(SEGMENT_TOKENS), is_durable=True)
     await rig.demote("a")
-    rig.ssd._pages.clear()
+    rig.ssd.pages.clear()
     gate = rig.ssd.hold(Operation.READ)
     reading = asyncio.ensure_future(rig.read("a"))
     await rig.reached(Operation.READ)

@@ -556,7 +556,7 @@ def test_what_cannot_be_held_is_refused_by_its_field(live: LiveServer, local: Cl
     local.blocks.put(WHOLE, {key_of(1): data_of(1), key_of(200): data_of(1)})
     found, [hold] = local.blocks.look_up_and_hold(WHOLE, many)
     assert [one.state for one in found].count(LookupState.HIT) == 2
-    live.ask(lambda server: server._admissions.local_clients.drain())
+    live.ask(lambda server: server.admissions.local_clients.drain())
     for keys in (many[:1], many):
         with pytest.raises(Draining):
             local.blocks.look_up_and_hold(WHOLE, keys)

@@ -84,7 +84,7 @@ def job(number: int, session: str = A, **facts: Any) -> QueuedJob:
 
 def job_ids(server: Server, engine: str = "engine") -> set[str]:
     """The jobs of the queue as the server has them."""
-    queue = server.cache.queues._queues.get(f"default\0{engine}")
+    queue = server.cache.queues.by_name().get(f"default\0{engine}")
     return set(server.cache.queues.job_ids(queue)) if queue else set()
 
 
@@ -333,7 +333,7 @@ def test_an_engine_too_many_comes_when_there_is_room(live: LiveServer, publish: 
     first.close()
     third.flush()
 
-    assert live.ask(lambda server: sorted(q.engine for q in server.cache.queues._queues.values())) == [
+    assert live.ask(lambda server: sorted(q.engine for q in server.cache.queues.by_name().values())) == [
         "three",
         "two",
     ]

@@ -39,7 +39,7 @@ def test_a_session_touched_without_end_takes_no_more_room() -> None:
     for time in range(1000):
         queue.schedule(b"a", 10**9 + time)
 
-    assert len(queue._heap) == 1
+    assert queue.entry_count == 1
 
 
 def test_a_session_that_is_not_gone_yet_is_due_again() -> None:
@@ -113,4 +113,4 @@ def test_a_ranking_takes_no_more_room_for_what_comes_and_goes() -> None:
         if number % 2:
             ranking.discard(b"a")
 
-    assert len(ranking._heap) <= SLACK + 2
+    assert ranking.entry_count <= SLACK + 2

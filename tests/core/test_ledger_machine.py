@@ -33,7 +33,7 @@ def released_forgets_what_may_leave(patch: pytest.MonkeyPatch) -> None:
     right = Ledger.released
 
     def released(ledger: Ledger, segment: Segment, *, is_past: bool = False) -> None:
-        resident = ledger._resident
+        resident = ledger.resident
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(resident, "add", lambda _: None)
             right(ledger, segment, is_past=is_past)

@@ -73,14 +73,14 @@ class Segments:
     async def begin(self) -> None:
         """Read the records, and where segments lie, outdated ones included."""
         directory, store = open_metadata(self._image.home)
-        self._records._current.models = {(m.tenant, m.spec.model_id): m for m in store.models()}
-        self._records._current.sessions = {s.uid: s for s in store.sessions()}
-        self._records._current.segments = {s.segment_id: s for s in store.segments()}
+        self._records.current.models = {(m.tenant, m.spec.model_id): m for m in store.models()}
+        self._records.current.sessions = {s.uid: s for s in store.sessions()}
+        self._records.current.segments = {s.segment_id: s for s in store.segments()}
         store.close()
         directory.close()
         cache = await self._open()
         self._segments = [s for s in cache.ledger.segments() if s.durable]
-        self._records._sync()
+        self._records.sync()
         for path, fd in enumerate(self._fds):
             pages = range(0, os.fstat(fd).st_size, PAGE)
             self._places += [(path, at) for at in pages if os.pread(fd, 8, at) == b"CTXCSEG\0"]
@@ -144,7 +144,8 @@ class Segments:
             cache = await self._open()
             names = list(self._image.sessions)
             if segment:
-                listers = cache.ledger.names.listers(cache.ledger._segments[segment.segment_id])
+                (there,) = (s for s in cache.ledger.segments() if s.segment_id == segment.segment_id)
+                listers = cache.ledger.names.listers(there)
                 touched = [(s.tenant, s.session_id) for s in listers]
                 names = [*touched, self._random.choice(names)]
             broken, refused = await judge(cache, self._image.sessions, names)
@@ -159,8 +160,8 @@ class Segments:
 
     async def _open(self) -> Cache:
         copy = MemoryMetadata()
-        current = self._records._current
-        copy._current = type(current)(dict(current.models), dict(current.sessions), dict(current.segments))
+        current = self._records.current
+        copy.current = type(current)(dict(current.models), dict(current.sessions), dict(current.segments))
         cache = new_cache(self._arena, self._ssd, copy)
         await cache.open()
         return cache
@@ -284,12 +285,12 @@ class Records:
         store.begin()
         session = self._random.choice(list(store.sessions()))
         if self._random.random() < 0.5:
-            store._db.delete(records.session_key(session.uid))
+            store.database.delete(records.session_key(session.uid))
             for segment_id in session.segment_ids:
-                store._db.delete(records.segment_key(segment_id))
+                store.database.delete(records.segment_key(segment_id))
         else:
             older = replace(session, segment_ids=(), live=(), log_end=0)
-            store._db.put(records.session_key(session.uid), records.encode_session(older))
+            store.database.put(records.session_key(session.uid), records.encode_session(older))
         store.close()
         directory.close()
         return "lost record"

@@ -167,7 +167,7 @@ async def make_image(home: Path) -> Image:
         directory.begin_run()
         filler = Filler(cache)
         await _begin(filler)
-        metadata._db.flush()  # a table of it
+        metadata.database.flush()  # a table of it
         shutil.copytree(live, home / "older")
         await _go_on(filler)
         shutil.copytree(live, home / "image")

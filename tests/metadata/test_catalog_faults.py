@@ -132,7 +132,7 @@ def impatient(tmp_path: Path) -> Catalog:
     made = Catalog(tmp_path, INSTANCE_ID, hang_after_s=0.05)
     made.begin(0, no_records)
     made.append([([(b"s/one", b"1")], 1)])
-    while not read_catalog(tmp_path, INSTANCE_ID).records or made._is_base_due:
+    while not read_catalog(tmp_path, INSTANCE_ID).records or made.is_base_due:
         continue
     return made
 
@@ -191,9 +191,9 @@ async def test_on_the_device_of_the_store_its_thread_writes(
 
 def test_the_threads_keep_the_order_of_commits(catalog: Catalog, tmp_path: Path) -> None:
     """The thread of the store's log waits for what the catalog's own thread has yet to write."""
-    catalog._is_beside = True
+    catalog.is_beside = True
     may_go_on = threading.Event()
-    own: Any = catalog._writer
+    own: Any = catalog.writer
     own.submit(may_go_on.wait)
     catalog.append([([(b"s/two", b"2")], 2)])
     beside = catalog.beside([([(b"s/three", b"3")], 3)])
@@ -219,7 +219,7 @@ async def test_the_catalog_lacks_what_was_not_synced(tmp_path: Path, monkeypatch
     def refuse() -> None:
         raise OSError(errno.EIO, "IO error: While fdatasync: Input/output error")
 
-    monkeypatch.setattr(store, "_sync", refuse)
+    monkeypatch.setattr(store, "sync_log", refuse)
     with pytest.raises(TierFailure):
         await store.commit(Changes(sessions=[make_session(2)]), is_durable=True)
     monkeypatch.undo()
@@ -235,9 +235,9 @@ async def test_a_round_that_was_given_up_is_not_written_down_late(tmp_path: Path
     made = Catalog(tmp_path / "catalog", INSTANCE_ID, beside=tmp_path)
     store: Any = RocksDbMetadata(tmp_path / "metadata", catalog=made, hang_after_s=0.05)
     await store.commit(Changes(sessions=[make_session(1)]), is_durable=True)
-    may_end, sync = threading.Event(), store._sync
+    may_end, sync = threading.Event(), store.sync_log
     returned = asyncio.Event()
-    store._sync = lambda: (may_end.wait(), sync())
+    store.sync_log = lambda: (may_end.wait(), sync())
     with pytest.raises(TierFailure, match="has not answered for"):
         await store.commit(Changes(sessions=[make_session(2)]), is_durable=True)
     store._failure = None
@@ -267,7 +267,7 @@ async def test_on_the_device_of_the_store_a_write_that_hangs_is_the_stores(
         assert not await store.reopen()
         device.answer()
         # Patient from here on: a slow machine is no hang.
-        store._patience_s = made._hang_after_s = 600.0
+        store.patience_s = made.hang_after_s = 600.0
         while not await store.reopen():  # noqa: ASYNC110  # nothing tells that the device has answered
             await asyncio.sleep(0.01)
     await store.commit(Changes(sessions=[make_session(4)]), is_durable=True)
@@ -314,7 +314,7 @@ async def test_after_a_hang_the_catalog_begins_anew(
     impatient._snapshot = lambda: iter([(b"s/one", b"1"), (b"s/two", b"2"), (b"s/three", b"3")])
     hanging.answer()
     # Patient from here on: a slow machine is no hang.
-    impatient._hang_after_s = 600.0
+    impatient.hang_after_s = 600.0
     sequence = 3
     while not (tmp_path / "00000002.base").exists():
         sequence += 1
@@ -337,7 +337,7 @@ async def test_no_end_is_marked_behind_commits_that_are_missing(
     await impatient.wait(impatient.last_write)
     impatient.append([([(b"s/three", b"3")], 3)])
     hanging.answer()
-    while impatient._writer.is_owed:
+    while impatient.writer.is_owed:
         continue
     impatient.close(3)
     again = Catalog(tmp_path, INSTANCE_ID)

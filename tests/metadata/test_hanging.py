@@ -144,7 +144,7 @@ async def test_the_end_does_not_wait_for_the_device(tmp_path: Path) -> None:
         assert [type(outcome) for outcome in outcomes] == [TierFailure, TierFailure]
     await until_returned(store)
     # The files are closed now, and not at some time during another test.
-    reading.release(store._db)
+    reading.release(store.database)
 
 
 async def test_a_caller_that_goes_takes_nobody_along(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ async def test_a_sync_that_fails_late_fences(tmp_path: Path) -> None:
     """The device was given up, which passes; then it says that it lost what was written, which does not."""
     store: Any = RocksDbMetadata(tmp_path / "metadata", hang_after_s=HANG_AFTER_S)
     await store.commit(session(0), is_durable=True)
-    store._db = late = LateSync(store._db, OSError("IO error: While fdatasync: Input/output error"))
+    store.database = late = LateSync(store.database, OSError("IO error: While fdatasync: Input/output error"))
     with pytest.raises(TierFailure, match="has not answered for"):
         await store.commit(session(1), is_durable=True)
     assert "resting" in store.problem

@@ -150,9 +150,9 @@ def test_a_session_that_is_gone_old_or_back_is_refused(stored: Path, loss: str) 
     number = {"gone": 1, "old": 2, "back": 3}[loss]
     key = records.session_key(make_session(number).uid)
     if loss == "gone":
-        store._db.delete(key)
+        store.database.delete(key)
     else:
-        store._db.put(key, records.encode_session(make_session(number)))
+        store.database.put(key, records.encode_session(make_session(number)))
     store.close()
     store = open_store(stored)
     with pytest.raises(CorruptMetadata, match="sessions are"):

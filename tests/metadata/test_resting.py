@@ -158,7 +158,7 @@ async def test_a_write_that_may_be_there_is_there_once(tmp_path: Path, *, is_the
     """Whether it was or not: its record, the count of commits and what a restart makes of them agree."""
     store: Any = RocksDbMetadata(tmp_path / "metadata")
     await store.commit(Changes(sessions=[make_session(1)]), is_durable=True)
-    store._db = Lying(store._db, does_write=is_there)
+    store.database = Lying(store.database, does_write=is_there)
     with pytest.raises(TierFailure, match="No space left"):
         await store.commit(Changes(sessions=[make_session(2)]), is_durable=True)
 
@@ -172,10 +172,10 @@ async def test_what_is_another_after_a_rest_stays_refused(tmp_path: Path) -> Non
     """A database that lost or gained a session meanwhile is not gone on with."""
     store: Any = RocksDbMetadata(tmp_path / "metadata")
     await store.commit(Changes(sessions=[make_session(1), make_session(2)]), is_durable=True)
-    store._db = Lying(store._db, does_write=False)
+    store.database = Lying(store.database, does_write=False)
     with pytest.raises(TierFailure):
         await store.commit(Changes(sessions=[make_session(3)]), is_durable=True)
-    store._db.delete(records.session_key(make_session(1).uid))
+    store.database.delete(records.session_key(make_session(1).uid))
 
     assert not await store.reopen()
     assert "was acknowledged" in store.problem

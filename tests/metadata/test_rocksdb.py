@@ -153,7 +153,7 @@ async def test_a_sync_that_runs_already_covers_no_later_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit that comes while a sync runs waits for another one, begun after that, as do its neighbours."""
-    store, sync = RocksDbMetadata(tmp_path / "metadata"), RocksDbMetadata._sync
+    store, sync = RocksDbMetadata(tmp_path / "metadata"), RocksDbMetadata.sync_log
     begun, may_end = threading.Event(), threading.Event()
     covered: list[int] = []
 
@@ -163,7 +163,7 @@ async def test_a_sync_that_runs_already_covers_no_later_commit(
         may_end.wait()
         sync(store)
 
-    monkeypatch.setattr(RocksDbMetadata, "_sync", slow_sync)
+    monkeypatch.setattr(RocksDbMetadata, "sync_log", slow_sync)
     commits = [asyncio.create_task(store.commit(Changes(segments=[make_segment(0)]), is_durable=True))]
     await asyncio.to_thread(begun.wait)
     changes = (Changes(segments=[make_segment(i)]) for i in (1, 2))
@@ -279,7 +279,7 @@ async def test_a_sync_that_waited_behind_a_refused_one_is_not_tried(tmp_path: Pa
     with refused_syncs(tmp_path / "metadata"), pytest.raises(TierFailure):
         await store.commit(Changes(segments=[make_segment(0)]), is_durable=True)
     with pytest.raises(TierFailure):
-        store._sync()
+        store.sync_log()
     store.close()
 
 

@@ -66,7 +66,7 @@ async def test_who_asks_nothing_makes_way(monkeypatch: pytest.MonkeyPatch) -> No
     endpoint = await _started()
     try:
         held = [await asyncio.open_connection("127.0.0.1", _port(endpoint)) for _ in range(2)]
-        await until(lambda: len(endpoint._connections) == 2)
+        await until(lambda: endpoint.connection_count == 2)
         assert b"200 OK" in await _get(endpoint)
         assert await _rest(held[0][0]) == b""
         held[1][1].write(b"GET / HTTP/1.1\r\n\r\n")
@@ -90,13 +90,13 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = await _started({"/": slow})
     try:
         asked = asyncio.ensure_future(_get(endpoint))
-        await until(lambda: endpoint._connections and not endpoint._silent)
+        await until(lambda: endpoint.connection_count and not endpoint.silent_count)
         reader, refused = await asyncio.open_connection("127.0.0.1", _port(endpoint))
         assert await _rest(reader) == b""
         refused.close()
         goes_on.set()
         assert b"200 OK" in await asked
-        await until(lambda: not endpoint._connections)
+        await until(lambda: not endpoint.connection_count)
         assert b"200 OK" in await _get(endpoint)
     finally:
         await endpoint.stop()
@@ -120,8 +120,8 @@ async def test_who_takes_no_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
             peer.settimeout(0)
             await loop.sock_connect(peer, ("127.0.0.1", _port(endpoint)))
             await loop.sock_sendall(peer, b"GET / HTTP/1.1\r\n\r\n")
-            await until(lambda: endpoint._connections)
-            await until(lambda: not endpoint._connections)
+            await until(lambda: endpoint.connection_count)
+            await until(lambda: not endpoint.connection_count)
             taken = 0
             while some := await loop.sock_recv(peer, 1 << 20):
                 taken += len(some)

@@ -113,11 +113,11 @@ async def test_who_begins_no_handshake_makes_way(tmp_path: Path) -> None:
     host, _, port = server.metrics_address.rpartition(":")
     try:
         held = [await asyncio.open_connection(host, int(port)) for _ in range(32)]
-        await until(lambda: len(server._metrics._connections) == 32)
+        await until(lambda: server.metrics.connection_count == 32)
         assert (await _ask(server, "/readyz", context=context)).status == 200
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
             await held[0][0].readexactly(1)
-        await until(lambda: len(server._metrics._connections) == 31)
+        await until(lambda: server.metrics.connection_count == 31)
         for _, writer in held:
             writer.close()
     finally:

@@ -99,10 +99,10 @@ async def test_rpcs_count_by_method_code_and_reason(tmp_path: Path) -> None:
     async with observed(tmp_path, max_concurrent_rpcs=1) as (server, client, _):
         await client.create("one")
         assert not await _is_there(client, "two")
-        server._admissions.calls.running_count += 1
+        server.admissions.calls.running_count += 1
         with pytest.raises(grpc.aio.AioRpcError):
             await client.get("one")
-        server._admissions.calls.running_count -= 1
+        server.admissions.calls.running_count -= 1
         values = await values_of(server)
 
     of_get = {"method": "SessionService/GetSession", "code": "NOT_FOUND", "reason": "SESSION_NOT_FOUND"}

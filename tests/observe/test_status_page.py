@@ -401,13 +401,13 @@ async def test_many_who_look_cost_one_look(tmp_path: Path, monkeypatch: pytest.M
     """Within a second nothing is read again."""
     async with observed(tmp_path) as (server, _, _):
         reads: list[Moment] = []
-        read = server._recording.read
+        read = server.recording.read
 
         def counted() -> Moment:
             reads.append(read())
             return reads[-1]
 
-        monkeypatch.setattr(server._recording, "read", counted)
+        monkeypatch.setattr(server.recording, "read", counted)
         monkeypatch.setattr(status_page, "FRESH_S", 3600)
         for _ in range(5):
             await _get(server, "/")
@@ -474,9 +474,9 @@ async def test_a_browser_shows_it_and_keeps_it_fresh(tmp_path: Path, monkeypatch
             return f"look-{count}-{EVIL}"
 
         info = Sample("ctxcache_info", 1, ("1", "value"))
-        read = server._recording.read
+        read = server.recording.read
         monkeypatch.setattr(
-            server._recording, "read", lambda: _with(read(), info._replace(labels=(version(), "value")))
+            server.recording, "read", lambda: _with(read(), info._replace(labels=(version(), "value")))
         )
         # Virtual time: beyond the first refreshes.
         html = await asyncio.to_thread(

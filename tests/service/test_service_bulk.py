@@ -218,7 +218,7 @@ async def test_connections_are_bounded(client: Client, server: Server, settings:
     with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
         await Connection.open(client.channel)
     opened.pop().close()
-    await until(lambda: server._bulk.connection_count < settings.max_bulk_connections)
+    await until(lambda: server.bulk.connection_count < settings.max_bulk_connections)
     opened.append(await Connection.open(client.channel))
 
     for connection in opened:
@@ -232,16 +232,16 @@ def has_reservations(server: Server, count: int) -> bool:
 
 async def test_who_says_nothing_gives_way(server: Server, settings: Settings, client: Client) -> None:
     """A crowd that never says who it is keeps nobody out who does."""
-    address = ("127.0.0.1", server._bulk.tcp_port)
+    address = ("127.0.0.1", server.bulk.tcp_port)
     silent = [await asyncio.open_connection(*address) for _ in range(settings.max_bulk_connections)]
-    await until(lambda: server._bulk.connection_count == settings.max_bulk_connections)
+    await until(lambda: server.bulk.connection_count == settings.max_bulk_connections)
     connection = await Connection.open(client.channel)
 
     assert await silent[0][0].read() == b""
     connection.close()
     for _, writer in silent:
         writer.close()
-    await until(lambda: server._bulk.connection_count == 0)
+    await until(lambda: server.bulk.connection_count == 0)
 
 
 async def test_transfers_count_as_streams(client: Client, server: Server, settings: Settings) -> None:
@@ -324,7 +324,7 @@ async def test_a_reader_that_takes_nothing_is_cut(hurried: None, client: Client,
     for _ in range(40):
         await connection.send(READ, client.read_request("a").SerializeToString())
 
-    await until(lambda: server._bulk.connection_count == 0)
+    await until(lambda: server.bulk.connection_count == 0)
     assert server.cache.leases.lease_count == 0
     connection.close()
 
@@ -343,7 +343,7 @@ async def test_a_writer_that_goes_away_leaves_nothing(
         stream += framed_socket._HEADER.pack(kind, 0, 0, len(encoded), len(data)) + encoded + data
     await connection.send_bytes(stream[: int(len(stream) * sent_share)])
     connection.close()
-    await until(lambda: server._bulk.connection_count == 0)
+    await until(lambda: server.bulk.connection_count == 0)
 
     assert (await client.get("a")).token_count == 0
     await server.cache.drain()  # the books are exact while nothing is being moved
@@ -561,7 +561,7 @@ async def test_a_server_without_descriptors_pauses(
                 await asyncio.sleep(0)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        await until(lambda: server._bulk.connection_count == 1)
+        await until(lambda: server.bulk.connection_count == 1)
 
     assert sum("bulk_accept_failed" in record.getMessage() for record in caplog.records) == 1
 
@@ -591,7 +591,7 @@ async def test_a_server_without_threads_closes_the_connection(
         reader, writer = await asyncio.open_connection("127.0.0.1", ticket.tcp_port)
         assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
     writer.close()
-    assert server._bulk.connection_count == 0
+    assert server.bulk.connection_count == 0
     assert sum("bulk_accept_failed" in record.getMessage() for record in caplog.records) == 1
     await client.create("a")
     connection = await Connection.open(client.channel)

@@ -66,7 +66,7 @@ async def test_a_look_that_fails_is_not_the_last_one(
         looks += 1
         raise OSError(errno.EMFILE, "too many open files")
 
-    monkeypatch.setattr(server._connections, "look", look)
+    monkeypatch.setattr(server.connections, "look", look)
     await until(lambda: looks > 0)
     async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
         client = Client(channel)
@@ -91,9 +91,9 @@ async def test_a_host_has_no_more_connections_than_it_may(
     try:
         target = server.addresses[0]
         before = [connect(target, "127.0.0.2") for _ in range(4)]
-        await until(lambda: server._connections.look() == 0 and server._connections.count == 4)
+        await until(lambda: server.connections.look() == 0 and server.connections.count == 4)
         more = [connect(target, "127.0.0.2") for _ in range(20)]
-        await until(lambda: server._connections.look() == 0 and server._connections.ended_count >= 20)
+        await until(lambda: server.connections.look() == 0 and server.connections.ended_count >= 20)
         await until(lambda: not any(map(is_open, more)))
 
         assert all(map(is_open, before))
@@ -113,7 +113,7 @@ async def test_there_are_no_more_connections_than_there_may_be(
     try:
         target = server.addresses[0]
         taken = [connect(target, f"127.0.0.{host}") for host in range(2, 10)]
-        await until(lambda: (server._connections.look(), server._connections.count)[1] == 8)
+        await until(lambda: (server.connections.look(), server.connections.count)[1] == 8)
         extra = connect(target, "127.0.0.20")
         await until(lambda: not is_open(extra))
         assert all(map(is_open, taken))
@@ -121,7 +121,7 @@ async def test_there_are_no_more_connections_than_there_may_be(
         taken[0].close()
         async with grpc.aio.insecure_channel(target) as channel:
             client = Client(channel)
-            await until(lambda: (server._connections.look(), server._connections.count)[1] == 7)
+            await until(lambda: (server.connections.look(), server.connections.count)[1] == 7)
             await client.register()
     finally:
         await server.stop()

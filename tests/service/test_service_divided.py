@@ -76,13 +76,13 @@ async def test_one_tenant_does_not_take_all_bulk_connections(server: Server) -> 
     assert first
     assert second
     assert await _bulk(server, "a") is None
-    await until(lambda: server._bulk.connection_count == 2)
+    await until(lambda: server.bulk.connection_count == 2)
     other = await _bulk(server, "b")
     assert other
 
     for connection in (first, second, other):
         connection.close()
-    await until(lambda: server._bulk.connection_count == 0)
+    await until(lambda: server.bulk.connection_count == 0)
     again = await _bulk(server, "a")
     assert again
     again.close()
@@ -110,7 +110,7 @@ class _Local:
 
 
 async def _local(server: Server, token: str) -> _Local | None:
-    made = _Local(*await asyncio.open_unix_connection(server._control._path))
+    made = _Local(*await asyncio.open_unix_connection(server.control.path))
     if await made.hello(token):
         return made
     made.close()
@@ -123,7 +123,7 @@ async def test_tenants_that_share_a_user_do_not_count_as_one_on_the_control_sock
     assert first
     assert second
     assert await _local(server, "a") is None
-    await until(lambda: len(server._control.connections) == 2)
+    await until(lambda: len(server.control.connections) == 2)
     other = await _local(server, "b")
     assert other
 

@@ -79,4 +79,4 @@ async def test_a_watcher_hears_of_each_change(server: Server, client: Client) ->
     assert answer.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
     for watch in watches:
         watch.cancel()
-    await until(lambda: not server._admissions.operators.running_count)
+    await until(lambda: not server.admissions.operators.running_count)

@@ -158,7 +158,7 @@ async def test_a_batch_waits_for_its_promotions_together(
 ) -> None:
     """For a bounded time, whoever else is being promoted; what has not come then is deferred, and comes."""
     await hint("demote")
-    turns = server.cache.prefetching._turns
+    turns = server.cache.prefetching.turns
     monkeypatch.setattr("ctxcache.cache.hints.PATIENCE_S", 0.02)
     for _ in range(2):
         await turns.acquire()
@@ -209,7 +209,7 @@ async def test_a_deferred_prefetch_ends(
         server.cache.ledger.memory.give(slot)
 
     assert (len(deferred), len(deferred._waiting), len(deferred._due)) == (0, 0, 0)
-    assert (server.cache.queues._schedule._queues, server.cache.queues._schedule._orders) == ({}, {})
+    assert server.cache.queues.schedule.is_empty
 
 
 async def test_deferred_prefetches_are_bounded(

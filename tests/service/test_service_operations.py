@@ -149,7 +149,7 @@ async def test_a_drain_survives_the_call(server: Server, client: Client) -> None
     await drain.read()
     drain.cancel()
 
-    await until(lambda: not server._admissions.operators.running_count)
+    await until(lambda: not server.admissions.operators.running_count)
     await refused(client.create("b"), Code.UNAVAILABLE, "DRAINING")
 
 

@@ -48,7 +48,7 @@ async def lacking(
     monkeypatch.setattr(store, "_has_what_lacked", is_there.is_set)
     await client.create("a")
     await client.append("a", 1, 0, 64, is_durable=True)
-    store._db = Full(store._db)
+    store.database = Full(store.database)
     await refused(client.create("b"), Code.UNAVAILABLE, "TIER_FAILURE")
     yield is_there
     is_there.set()

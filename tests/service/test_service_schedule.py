@@ -70,7 +70,7 @@ async def demote(client: Client, name: str) -> None:
 
 async def lost(server: Server, count: int = 1) -> None:
     """Wait until so many engines have lost their stream."""
-    queues = server.cache.queues._queues
+    queues = server.cache.queues.by_name()
     await until(lambda: sum(q.lost_until_ns is not None for q in queues.values()) == count)
 
 
@@ -325,7 +325,8 @@ async def test_half_close_withdraws_at_once(client: Client, engine: Engine, serv
     assert await engine.finish() == 2
     assert server.cache.queues.engine_count == 0
     assert starts_in_s(server) is None
-    assert (server.cache.queues._schedule._queues, len(server.cache.placement._watchers)) == ({}, 0)
+    assert server.cache.queues.schedule.is_empty
+    assert not server.cache.placement.watched
 
 
 async def test_a_withdrawal_that_is_cut_off_is_finished_by_upkeep(
@@ -336,14 +337,14 @@ async def test_a_withdrawal_that_is_cut_off_is_finished_by_upkeep(
     await engine.put(*(job(i) for i in range(JOBS)))
     monkeypatch.setattr("ctxcache.cache.queues.JOBS_PER_SLICE", 5)
     queues = server.cache.queues
-    old = queues._queues["default\0engine"]
+    old = queues.by_name()["default\0engine"]
     withdrawal = asyncio.ensure_future(queues.withdraw(old))
     await asyncio.sleep(0)
     withdrawal.cancel()
     assert queues.job_count(old) == JOBS - 5
     new = queues.join("default", "engine", grace_ns=None, fingerprint=b"")
     queues.put(new, "a", Job("job-0", None, start_s=server.cache.state.clock.monotonic_ns() / 1e9 + 9))
-    await until(lambda: not queues._leaving)
+    await until(lambda: not queues.leaving)
 
     assert (queues.job_count(old), queues.job_count(new)) == (0, 1)
     assert starts_in_s(server) == pytest.approx(9, abs=0.01)
@@ -379,7 +380,7 @@ async def test_a_killed_engine_is_no_half_close(client: Client, server: Server) 
 
 
 def _is_lost(server: Server) -> bool:
-    return any(queue.lost_until_ns is not None for queue in server.cache.queues._queues.values())
+    return any(queue.lost_until_ns is not None for queue in server.cache.queues.by_name().values())
 
 
 async def test_an_engine_that_comes_back_finds_its_jobs(
@@ -455,7 +456,7 @@ async def test_jobs_are_bounded(client: Client, engine: Engine, server: Server) 
     assert reasons == ["TOO_MANY_REQUESTS"] * 3 + ["INVALID_FIELD", "TOO_MANY_REQUESTS"]
     assert {answer.job_count for answer in refusals} == {JOBS}
     assert not moved.HasField("error")
-    queue = server.cache.queues._queues["default\0engine"]
+    queue = server.cache.queues.by_name()["default\0engine"]
     assert "job-0" in server.cache.queues.job_ids(queue)
 
 
@@ -480,10 +481,10 @@ async def test_a_million_jobs_are_refused_within_bounds(
         assert answer.job_count == 0
     flooding.cancel()
     engine.call.cancel()
-    queue = server.cache.queues._queues["default\0engine"]
+    queue = server.cache.queues.by_name()["default\0engine"]
 
     await lost(server)
-    assert (len(queue.names), len(queue._news), len(queue.job_counts)) == (0, 0, 0)
+    assert (len(queue.names), len(queue.news), len(queue.job_counts)) == (0, 0, 0)
     assert (await client.get("a")).name == "sessions/a"
 
 
@@ -641,12 +642,12 @@ async def test_events_of_one_session_are_one(client: Client, engine: Engine, ser
     await client.append("a", 1, 0, 100, is_durable=True)
     await engine.put(job(1))
     await engine.event()
-    queue = server.cache.queues._queues["default\0engine"]
+    queue = server.cache.queues.by_name()["default\0engine"]
     session = server.cache.ledger.find("default", "a")
     for _ in range(1000):
         queue.demoted(session.uid)
         queue.promoted(session.uid)
-    assert len(queue._news) == 1
+    assert len(queue.news) == 1
     event = await engine.event()
 
     assert list(event.changes) == [hints_pb2.SESSION_CHANGE_PROMOTED]
@@ -683,7 +684,7 @@ async def test_a_reader_that_takes_nothing_is_not_read_either(
                     await engine.call.write(request)
 
             flooding = asyncio.ensure_future(flood())
-            queue = server.cache.queues._queues["default\0engine"]
+            queue = server.cache.queues.by_name()["default\0engine"]
             await until(lambda: queue.lost_until_ns is not None)
             flooding.cancel()
             await asyncio.wait({flooding})

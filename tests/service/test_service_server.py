@@ -400,7 +400,7 @@ async def test_an_end_flushes_though_its_socket_cannot_be_removed(
         await client.create("a")
         await client.append("a", 1, 0, 10)
     (tmp_path / "file").touch()
-    server._control._path = str(tmp_path / "file" / "control.sock")
+    server.control.path = str(tmp_path / "file" / "control.sock")
     await server.stop()
     server = await Server.start(settings, clock)
     assert server.cache.sessions.get("default", "a").token_count == 10
@@ -415,14 +415,14 @@ async def test_an_append_to_memory_waits_for_no_sync(
         await client.create(name)
     stands, goes_on = threading.Event(), threading.Event()
     metadata = server.storage.metadata
-    sync = metadata._sync
+    sync = metadata.sync_log
 
     def slow() -> None:
         stands.set()
         goes_on.wait()
         sync()
 
-    monkeypatch.setattr(metadata, "_sync", slow)
+    monkeypatch.setattr(metadata, "sync_log", slow)
     durable = asyncio.ensure_future(client.append("a", 1, 0, 10, is_durable=True))
     await until(stands.is_set)
     try:

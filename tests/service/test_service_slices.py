@@ -132,26 +132,26 @@ async def test_a_greedy_tenant_waits_while_others_are_answered(
     monkeypatch.setattr(fairness, "NEW_NS", 10**12)
     monkeypatch.setattr(fairness, "PATIENCE_NS", 10**18)
     monkeypatch.setattr(fairness.Usage, "is_greedy", lambda _, tenant: tenant == "default")
-    turns, request = server._local_turns, session_pb2.GetSessionRequest(name="sessions/a")
-    assert turns._newcomers is not None
-    other = turns._newcomers.come(time.monotonic_ns())
+    turns, request = server.local_turns, session_pb2.GetSessionRequest(name="sessions/a")
+    assert turns.newcomers is not None
+    other = turns.newcomers.come(time.monotonic_ns())
 
     greedy = asyncio.ensure_future(client.get("a"))
     async with asyncio.timeout(30):
-        while "default" not in turns._waiting:  # noqa: ASYNC110  # an event for it would be the test's alone
+        while "default" not in turns.waiting:  # noqa: ASYNC110  # an event for it would be the test's alone
             await asyncio.sleep(0)
         for_other = (("ctxcache-tenant", "other"),)
         await refused(
             client.sessions.GetSession(request, metadata=for_other), Code.NOT_FOUND, "SESSION_NOT_FOUND"
         )
         assert not greedy.done()
-        turns._newcomers.leave(other)
+        turns.newcomers.leave(other)
         assert (await greedy).name == "sessions/a"
 
 
 async def test_bulk_work_knows_when_the_last_rpc_came(client: Client, server: Server) -> None:
     """While there are rpcs of one answer or of many, gRPC's threads get the processor between two pieces."""
-    newcomers = server._local_turns._newcomers
+    newcomers = server.local_turns.newcomers
     assert newcomers is not None
     await client.create("a")
     for call in (client.get("a"), client.read("a")):

@@ -194,7 +194,7 @@ async def _wait_at_once(catalog: Catalog, write: "Future[None] | None") -> None:
 async def still(server: Server) -> None:
     """Stop everything that runs on a timer: upkeep, watches, and the measurement of the loop's lag."""
     server._lag.stop()
-    server._recording.stop()
+    server.recording.stop()
     loops = [task for task in (server._upkeep, *server._watches) if task is not None]
     for task in loops:
         task.cancel()

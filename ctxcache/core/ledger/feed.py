@@ -175,7 +175,8 @@ class Feed:
         self._fallen = fallen
         self._seen = seen
         self._wanted = wanted
-        self._standings: dict[bytes, Standing] = {}
+        self.standings: dict[bytes, Standing] = {}
+        """How each session stands. To be looked at, not changed."""
         self._uids: dict[bytes, bytes] = {}
         self._ghosts: OrderedDict[bytes, Ghost] = OrderedDict()
         self._kin_in_memory: dict[bytes, set[bytes]] = {}
@@ -196,7 +197,7 @@ class Feed:
         """Where the session stands: the lowest leaves the store first. None for a session that is gone."""
         # In use: above all others, and the policy is not even asked. When the rest comes, `fell` tells the
         # rankings, for the rank falls from infinity.
-        standing = self._standings.get(uid)
+        standing = self.standings.get(uid)
         if standing is not None and standing.session.use is not Use.IDLE:
             standing.has_fallen = True
             return IN_USE
@@ -208,7 +209,7 @@ class Feed:
 
     def ranks(self, uid: bytes) -> tuple[Key | None, Key | None]:
         """`rank` and `memory_rank`."""
-        standing = self._standings.get(uid)
+        standing = self.standings.get(uid)
         if standing is None:
             return None, None
         is_in_use = standing.session.use is not Use.IDLE or standing.coming_count
@@ -237,9 +238,9 @@ class Feed:
 
     def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
         """Whether nothing of the session may leave memory for `fetched` to be promoted ahead of need."""
-        standing = self._standings[uid]
+        standing = self.standings[uid]
         is_kept = standing.is_in_use or self.retaining.memory_level(uid) > 0
-        return is_kept or self.policy.is_needed_soon(standing.name, self._standings[fetched].name)
+        return is_kept or self.policy.is_needed_soon(standing.name, self.standings[fetched].name)
 
     def passed(self) -> None:
         """Time passes. Called twice a second."""
@@ -268,7 +269,7 @@ class Feed:
 
     def slept(self, session: Session) -> tuple[float, int]:
         """The session, which nobody awaits, is dormant from here on; returns `recalled`'s two numbers."""
-        standing = self._standings[session.uid]
+        standing = self.standings[session.uid]
         idle_s = self.policy.slept(standing.name)
         self._heard_count += 1
         self._forget(standing)
@@ -276,27 +277,27 @@ class Feed:
 
     def is_awaited(self, uid: bytes) -> bool:
         """Whether a job of the session waits, or somebody hears of it or asked to keep it."""
-        standing, retaining = self._standings[uid], self.retaining
+        standing, retaining = self.standings[uid], self.retaining
         is_kept = uid in retaining.retained or uid in retaining.pinned
         return standing.order is not None or standing.coming_count > 0 or uid in self._watchers or is_kept
 
     def is_expected(self, uid: bytes) -> bool:
         """Whether the client said when the session returns, and it has not since."""
-        return self._standings[uid].is_expected
+        return self.standings[uid].is_expected
 
     def replaced(self, old: Session, new: Session) -> None:
         """`new` has the name and tokens of `old`, which nobody awaits: to the policy it is the same."""
-        standing = self._standings[old.uid]
+        standing = self.standings[old.uid]
         self._forget(standing)
         standing.session, standing.rested_end, standing.rank = new, new.log_end, None
-        self._standings[new.uid] = standing
+        self.standings[new.uid] = standing
         self._uids[standing.name] = new.uid
         self.policy.resized(standing.name, standing.facts())
         self._heard_count += 1
 
     def accessed(self, session: Session, now_s: float, *, is_first: bool) -> None:
         """An access begins; `is_first`: the session was idle until now."""
-        standing = self._standings[session.uid]
+        standing = self.standings[session.uid]
         standing.is_leaving, standing.rank = False, None
         standing.is_expected = False
         if not is_first:
@@ -317,7 +318,7 @@ class Feed:
 
     def resting(self, session: Session, now_s: float) -> None:
         """The last access is about to end: the policy hears of it while the session still ranks as in use."""
-        standing = self._standings[session.uid]
+        standing = self.standings[session.uid]
         facts = standing.rest()
         # A session that grew past its grant asks for more, or loses its class, before it is ranked.
         if self.retaining.retained or self.retaining.pinned:
@@ -335,7 +336,7 @@ class Feed:
 
     def rested(self, session: Session) -> None:
         """The last access has ended: the session may leave for others, and may be wanted itself."""
-        standing = self._standings[session.uid]
+        standing = self.standings[session.uid]
         # Once for each use, and not for each access of it: a rank that did not fall needs no word.
         if standing.has_fallen:
             standing.has_fallen = False
@@ -345,7 +346,7 @@ class Feed:
 
     def settled(self, session: Session) -> None:
         """Segments of the session came to memory: perhaps all that were missing."""
-        standing = self._standings.get(session.uid)
+        standing = self.standings.get(session.uid)
         # A session that never rested was never placed: the policy has no facts of it.
         if standing is None or not standing.has_rested or not (session.segments or standing.tier):
             return
@@ -376,7 +377,7 @@ class Feed:
 
     def evicted(self, session: Session) -> None:
         """The session is given up for others; it may be made anew under its name."""
-        standing = self._standings.get(session.uid)
+        standing = self.standings.get(session.uid)
         if standing is None:
             return
         # By name: the session may be made anew, and its turns count on. GHOSTS bounds what is remembered.
@@ -393,7 +394,7 @@ class Feed:
 
     def ended(self, session: Session) -> None:
         """The session was deleted or has expired."""
-        standing = self._standings.get(session.uid)
+        standing = self.standings.get(session.uid)
         if standing is not None:
             self.policy.ended(standing.name)
             self._heard_count += 1
@@ -404,7 +405,7 @@ class Feed:
 
     def hinted(self, session: Session, order: float) -> None:
         """A job of the session waits; it is expected to start at `order`, in monotonic seconds."""
-        standing = self._standings.get(session.uid)
+        standing = self.standings.get(session.uid)
         if standing is not None:
             # The access that used an earlier order does not use this one.
             standing.is_order_used = standing.is_order_used and standing.order is not None
@@ -419,7 +420,7 @@ class Feed:
 
     def withdrawn(self, session: Session) -> None:
         """The job waits no longer."""
-        standing = self._standings.get(session.uid)
+        standing = self.standings.get(session.uid)
         if standing is not None:
             standing.order = standing.rank = None
             standing.is_queued = False
@@ -431,7 +432,7 @@ class Feed:
 
         Its turn is the access since it came, or else the next, which takes it out of the queue.
         """
-        standing = self._standings.get(session.uid)
+        standing = self.standings.get(session.uid)
         if standing is not None and standing.is_order_used:
             self.withdrawn(session)
         elif standing is not None:
@@ -439,7 +440,7 @@ class Feed:
 
     def expected(self, session: Session, return_s: float | None) -> None:
         """The client says when the session returns, in monotonic seconds; None: never."""
-        standing = self._standings.get(session.uid)
+        standing = self.standings.get(session.uid)
         if standing is not None:
             standing.rank = None
             standing.is_expected = return_s is not None
@@ -453,7 +454,7 @@ class Feed:
 
     def watch(self, uid: bytes, watcher: Watcher) -> None:
         """Let `watcher` hear of a session that is there, until it is gone."""
-        if uid in self._standings:
+        if uid in self.standings:
             self._watchers.setdefault(uid, []).append(watcher)
 
     def unwatch(self, uid: bytes, watcher: Watcher) -> None:
@@ -474,7 +475,7 @@ class Feed:
 
     def coming(self, session: Session) -> None:
         """The session is being promoted ahead of need: nothing of it leaves for others meanwhile."""
-        standing = self._standings[session.uid]
+        standing = self.standings[session.uid]
         # Counted: two promotions of one session may be under way.
         standing.coming_count += 1
         standing.is_leaving = False
@@ -484,7 +485,7 @@ class Feed:
 
     def came(self, session: Session, *, is_set_aside: bool = False) -> None:
         """That is over; `is_set_aside`: it failed, and would again."""
-        standing = self._standings.get(session.uid)
+        standing = self.standings.get(session.uid)
         if standing is not None:
             standing.coming_count -= 1
             standing.is_set_aside = is_set_aside
@@ -514,7 +515,7 @@ class Feed:
 
     def is_in_memory(self, session: Session) -> bool:
         """Whether all of it was in memory at the last look."""
-        standing = self._standings.get(session.uid)
+        standing = self.standings.get(session.uid)
         return standing is not None and standing.tier is Level.MEMORY
 
     # -- parts -------------------------------------------------------------------------------------
@@ -527,7 +528,7 @@ class Feed:
         name = f"{session.tenant}\0{session.session_id}".encode()
         ghost = self._ghosts.pop(name, NOBODY)
         standing = Standing(session, name, ghost.turn_count, ghost.token_count)
-        self._standings[session.uid] = standing
+        self.standings[session.uid] = standing
         if ghost is not NOBODY:
             self._seen.regretted(ghost.token_count, self._now_s() - ghost.evict_time_s)
         self._uids[name] = session.uid
@@ -575,26 +576,26 @@ class Feed:
             standing.memory_since_s = None
 
     def _left_memory(self, uid: bytes) -> None:
-        standing = self._standings.get(uid)
+        standing = self.standings.get(uid)
         if standing is not None and standing.tier is Level.MEMORY:
             self._place(standing, Level.BELOW)
 
     def _leave(self, uid: bytes) -> None:
-        standing = self._standings.get(uid)
+        standing = self.standings.get(uid)
         if standing is not None and not standing.is_leaving:
             standing.is_leaving = True
             self.fell(standing.session)
 
     def _may_come(self, name: bytes) -> bool:
         uid = self._uids.get(name)
-        standing = None if uid is None else self._standings[uid]
+        standing = None if uid is None else self.standings[uid]
         return standing is not None and not (standing.is_in_use or standing.is_set_aside)
 
     def _fell_by_name(self, name: bytes) -> None:
         uid = self._uids.get(name)
         session = None if uid is None else self._sessions.get(uid)
         if session is not None:
-            standing = self._standings[session.uid]
+            standing = self.standings[session.uid]
             standing.rank = None
             if standing.is_in_use:
                 standing.has_fallen = True
@@ -604,7 +605,7 @@ class Feed:
     def _forget(self, standing: Standing) -> Sequence[Watcher]:
         """Forget a session; returns the watchers that are to hear of it for the last time."""
         session = standing.session
-        del self._standings[session.uid]
+        del self.standings[session.uid]
         self.retaining.release(session.uid)
         # The name may be another session's by now.
         if self._uids.get(standing.name) == session.uid:
@@ -616,8 +617,13 @@ class Feed:
                 del self._kin_in_memory[kin.uid]
         return self._watchers.pop(session.uid, ())
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept of any session, for checks."""
+        return not (self.standings or self._uids or self._kin_in_memory or self._watchers or self.unread)
+
     def misplaced(self) -> Iterator[Session]:
         """Sessions taken to be in memory that are not. Looks at all, for checks."""
-        for standing in self._standings.values():
+        for standing in self.standings.values():
             if standing.tier is Level.MEMORY and not all(s.memory for s in standing.session.shown):
                 yield standing.session

@@ -169,7 +169,7 @@ class Ledger:
         self._last_segment_id = 0
         self.keyed = Keyed()
         """Which segments are found by their tokens."""
-        self._expiry = ExpiryQueue()
+        self.expiry = ExpiryQueue()
         self._touched: dict[bytes, Session] = {}
         """Sessions whose last access no record has."""
         self.many_segments = MANY_SEGMENTS
@@ -188,8 +188,8 @@ class Ledger:
         )
         # Without shares all sessions are in one ranking, which is quicker than one for each of many tenants.
         account = self._account if shares else None
-        self._resident = Resident(self._feed.memory_rank, self.names.by_uid, account)
-        self._evictable = Evictable(self._feed.rank, account, self._let_coldest_in)
+        self.resident = Resident(self._feed.memory_rank, self.names.by_uid, account)
+        self.evictable = Evictable(self._feed.rank, account, self._let_coldest_in)
         self.unwritten = Unwritten(self._feed.rank, self.names.by_uid, account)
         """The sessions with rows that memory alone has."""
         self.lost = LostPaths(
@@ -202,7 +202,7 @@ class Ledger:
             self._segments,
             self.usage,
             self._feed,
-            self._evictable,
+            self.evictable,
             self.lost,
             self._forget_sleeper,
             partial(self._recall, is_watched=False),
@@ -216,7 +216,7 @@ class Ledger:
             self._feed,
             self.unwritten,
             # Called at each look, not bound once: paths close and open while the store runs.
-            self._evictable,
+            self.evictable,
             self.quotas,
             below,
             lambda: devices.closed_paths,
@@ -396,9 +396,9 @@ class Ledger:
 
     def _forget_sleeper(self, session: Session) -> None:
         """The session fell asleep: no index of known sessions shows it."""
-        self._evictable.discard(session.uid)
-        self._expiry.forget(session.uid)
-        self._resident.forget_session(session)
+        self.evictable.discard(session.uid)
+        self.expiry.forget(session.uid)
+        self.resident.forget_session(session)
 
     def _recall(self, session: Session, idle_s: float, turn_count: int, *, is_watched: bool) -> None:
         # Slots of the last segments say where the session lies: a session stays on one device, so that a lost
@@ -470,7 +470,7 @@ class Ledger:
             if segment.home is residence:
                 segment.share()
                 if segment.memory:
-                    self._resident.add(segment)
+                    self.resident.add(segment)
 
     def closed(self, segments: Iterable[Segment]) -> None:
         """These segments grow no more: what is appended from here on goes to another one."""
@@ -507,14 +507,14 @@ class Ledger:
         self._lengthened.pop(uid, None)
         # Each index that could hand the session out again lets go of it, before its segments lose their home.
         self.unwritten.ended(session)
-        self._evictable.discard(uid)
+        self.evictable.discard(uid)
         self._feed.ended(session)
-        self._expiry.forget(uid)
+        self.expiry.forget(uid)
         # Last: the segments are unlisted while the session is known as gone, so that no index adds them
         # again.
         dead = self._unlist(session, session.segments)
         self.lost.forget(session)
-        self._resident.forget_session(session)
+        self.resident.forget_session(session)
         return dead
 
     # -- sessions are used -------------------------------------------------------------------------
@@ -529,7 +529,7 @@ class Ledger:
         session.touch(now_ns)
         self.accesses_by_tenant[session.tenant] += 1
         # Earlier than before where an expiry was shortened.
-        self._expiry.schedule(session.uid, session.expire_time_ns)
+        self.expiry.schedule(session.uid, session.expire_time_ns)
         if not session.is_block:
             self.busiest.count(session.uid)
             self._touched[session.uid] = session
@@ -561,7 +561,7 @@ class Ledger:
         if session.use is not Use.GONE:
             self._end(session, UseEvent.WRITE_ENDED, now_s)
             # Rows that were flushed under the writer may leave below from now on.
-            self._evictable.add(session.uid)
+            self.evictable.add(session.uid)
             # Its tail may be written now, although it is not full.
             self._press()
 
@@ -583,7 +583,7 @@ class Ledger:
     def pinned(self, session: Session, *, is_pinned: bool) -> None:
         """The session may leave for others, or may not."""
         session.is_pinned = is_pinned
-        self._evictable.add(session.uid)
+        self.evictable.add(session.uid)
         self.unwritten.tail_changed(session)
 
     # -- expiry, and accesses that no record has ----------------------------------------------------
@@ -592,12 +592,12 @@ class Ledger:
         """Sessions whose time has come, at most so many; each is told once."""
         for number in self.sleep.dormant.due(now_ns, limit):
             self.sleep.wake(number)
-        return [self.names.by_uid[uid] for uid in self._expiry.due(now_ns, self._expire_time, limit=limit)]
+        return [self.names.by_uid[uid] for uid in self.expiry.due(now_ns, self._expire_time, limit=limit)]
 
     def still_due(self, session: Session, now_ns: int) -> None:
         """A session whose time has come could not be ended yet. The next look for due ones finds it."""
         if not session.is_gone:
-            self._expiry.schedule(session.uid, now_ns)
+            self.expiry.schedule(session.uid, now_ns)
 
     @property
     def unsaved_access_count(self) -> int:
@@ -724,7 +724,7 @@ class Ledger:
         for item in written:
             is_outgrown = item.row_count < item.segment.row_count
             replaced.update(self._adopt(item, SegmentEvent.OUTGROWN if is_outgrown else SegmentEvent.FLUSHED))
-        self._evictable.add(session.uid)
+        self.evictable.add(session.uid)
         self.unwritten.settled(session, [item.segment for item in written], begun_ns)
         # Only long sessions are looked at to be joined, and only when a full segment became durable.
         if len(session.segments) > self.many_segments and any(item.segment.is_full for item in written):
@@ -850,10 +850,10 @@ class Ledger:
         is_spared = session is not None and session.backlog is Backlog.SPARED
         # Added again although it may be there: a ranking that passed over the segment took it out for good.
         if is_clean or is_spared or self.lost.has(segment):
-            self._resident.add(segment)
+            self.resident.add(segment)
         # A session that is written is added when its writer is done.
         if not segment.hold_count and session is not None and session.use is not Use.WRITTEN:
-            self._evictable.add(session.uid)
+            self.evictable.add(session.uid)
 
     def forgotten(self, segment: Segment) -> None:
         """The segment's record is gone: its slots are free as soon as nothing holds them."""
@@ -964,7 +964,7 @@ class Ledger:
         # No path can take these rows any more, so that keeping them back saves nothing.
         if self.lost.paths and not self._devices.has_open_path:
             self._reconsider()
-        segment = self._resident.take(lambda segment: self._may_leave(segment, is_due), may_give, among)
+        segment = self.resident.take(lambda segment: self._may_leave(segment, is_due), may_give, among)
         if segment is None:
             return None
         if segment.is_unwritten and segment.home is not None:
@@ -974,7 +974,7 @@ class Ledger:
                 # A block that continues others cannot be found without its parent, so that the chain leaves
                 # from its end.
                 # It leaves after what continues it.
-                self._resident.add(segment)
+                self.resident.add(segment)
             return GiveUp(leaf)
         return Drop(segment)
 
@@ -1000,7 +1000,7 @@ class Ledger:
             return False
         # Spared rows may leave memory together with their session: each becomes a candidate.
         for segment in self.unwritten.segments(session):
-            self._resident.add(segment)
+            self.resident.add(segment)
         self.unwritten.spare(session, self._clock.monotonic_ns())
         return True
 
@@ -1036,12 +1036,12 @@ class Ledger:
     def _index(self, session: Session) -> None:
         # A session without a segment has nothing to give and would be looked at in vain.
         if session.segments and not session.is_pinned:
-            self._evictable.add(session.uid)
+            self.evictable.add(session.uid)
         for segment in session.segments:
             # Whether a segment may leave that others list is the same as before.
             if segment.reference_count == 1 and segment.memory:
-                self._resident.add(segment)
-        self._expiry.schedule(session.uid, session.expire_time_ns)
+                self.resident.add(segment)
+        self.expiry.schedule(session.uid, session.expire_time_ns)
         self.lost.begin(session)
 
     def _begin(self, session: Session, event: UseEvent, now_s: float) -> None:
@@ -1087,7 +1087,7 @@ class Ledger:
                 self.unwritten.unlisted(session, segment)
             self._segments.pop(segment.segment_id, None)
             self.keyed.gone(segment)
-            self._resident.discard(segment, session)
+            self.resident.discard(segment, session)
             # Plain segments with one copy are in neither set, and need no look.
             if segment.copies > 1 or segment.copy:
                 self._count_copies(segment)
@@ -1141,7 +1141,7 @@ class Ledger:
 
     def _reconsider(self) -> None:
         for segment in self.lost.take_kept_back():
-            self._resident.add(segment)
+            self.resident.add(segment)
 
     def _left_memory(self, segment: Segment) -> None:
         self._feed.dropped(segment)
@@ -1184,8 +1184,8 @@ class Ledger:
 
     def _fell(self, session: Session, rank: Key | None, memory_rank: Key | None) -> None:
         """A session's ranks fell to these, or stayed."""
-        self._resident.fell(session, memory_rank)
-        self._evictable.fell(session.uid, rank)
+        self.resident.fell(session, memory_rank)
+        self.evictable.fell(session.uid, rank)
         self.unwritten.fell(session.uid, rank)
 
     def _now_s(self) -> float:

@@ -23,7 +23,7 @@ class Names:
         self.blocks = BlockIndex()
         self._ids: dict[str, list[str]] = {}
         """Session ids of each tenant, in order; those of dormant sessions are among them."""
-        self._children: dict[tuple[str, str], dict[bytes, Session]] = {}
+        self.children: dict[tuple[str, str], dict[bytes, Session]] = {}
         """Blocks by tenant and the id of the block that they continue, which may be gone."""
         self._model_counts: Counter[tuple[str, str]] = Counter()
 
@@ -33,7 +33,7 @@ class Names:
         if session.is_block:
             self.blocks.put(session)
             if session.parent_id:
-                self._children.setdefault((session.tenant, session.parent_id), {})[session.uid] = session
+                self.children.setdefault((session.tenant, session.parent_id), {})[session.uid] = session
             return
         self.sessions[session.tenant, session.session_id] = session
         self._model_counts[session.tenant, session.model_id] += 1
@@ -52,9 +52,9 @@ class Names:
         self.blocks.drop(session)
         if session.parent_id:
             parent = session.tenant, session.parent_id
-            del self._children[parent][session.uid]
-            if not self._children[parent]:
-                del self._children[parent]
+            del self.children[parent][session.uid]
+            if not self.children[parent]:
+                del self.children[parent]
 
     def dormant_at_start(
         self, ids: Mapping[str, Iterable[str]], model_counts: Counter[tuple[str, str]]
@@ -87,7 +87,7 @@ class Names:
 
     def continued_by(self, session: Session) -> Collection[Session]:
         """The blocks that name this one as what they continue."""
-        return self._children.get((session.tenant, session.session_id), {}).values()
+        return self.children.get((session.tenant, session.session_id), {}).values()
 
     def listers(self, segment: Segment) -> list[Session]:
         """The sessions that list a segment. Looks at all that are kin to them."""

@@ -54,6 +54,11 @@ class Ranking:
     def __contains__(self, uid: bytes) -> bool:
         return uid in self._entered
 
+    @property
+    def entry_count(self) -> int:
+        """Entries that take room, outdated ones included."""
+        return len(self._heap)
+
     def add(self, uid: bytes) -> None:
         """Add a session, unless it has no rank."""
         if uid not in self._entered and (rank := self._rank(uid)) is not None:

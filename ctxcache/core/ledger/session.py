@@ -92,6 +92,11 @@ class ExpiryQueue:
         self._earliest.pop(uid, None)
         self._tidy()
 
+    @property
+    def entry_count(self) -> int:
+        """Entries that take room, outdated ones included."""
+        return len(self._heap)
+
     def due(
         self, now_ns: int, expire_time_of: Callable[[bytes], int | None], *, limit: int | None = None
     ) -> list[bytes]:

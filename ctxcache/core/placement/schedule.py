@@ -155,6 +155,11 @@ class Schedule:
         self._orders: dict[bytes, Keyed] = {}
         self._last_number = 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept of any engine or session."""
+        return not (self._queues or self._orders)
+
     def order(self, uid: bytes) -> float | None:
         """When the session's first job starts; None when none waits."""
         keyed = self._orders.get(uid)

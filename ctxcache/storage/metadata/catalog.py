@@ -258,9 +258,9 @@ class Catalog:
         """
         self._directory = Path(directory)
         self._instance_id = instance_id
-        self._hang_after_s = hang_after_s
+        self.hang_after_s = hang_after_s
         self._seed = xxh3_64_intdigest(instance_id.encode())
-        self._store, self._is_beside = beside, False
+        self._store, self.is_beside = beside, False
         """Whether the thread of the store's log may write here: a device that hangs has hung it already."""
         # Three threads, so that a base that takes a minute delays neither a commit's write nor a sync:
         #
@@ -286,8 +286,8 @@ class Catalog:
         """Hangs so far: what was asked for before the last one is not begun any more."""
         self._is_sync_due = False
         """Whether a sync is waited for that will begin after this."""
-        self._is_base_due = False
-        """Whether a base is being written."""
+        self.is_base_due = False
+        """Whether a base is being written. To be looked at, not changed."""
         self._piece_count = 0
         """Pieces of bases that were written: by these the end sees that the device gets on."""
         self._put_bytes = self._written_bytes = 0
@@ -298,7 +298,7 @@ class Catalog:
         """The write that commits wait for, and the same for the loop."""
         self._closing = threading.Event()
         self._snapshot: Callable[[], Iterator[tuple[bytes, bytes]]] = lambda: iter(())
-        self._writer, self._base_writer, self._syncer = (
+        self.writer, self._base_writer, self._syncer = (
             Threads(1, name, SystemClock()) for name in ("catalog", "catalog-base", "catalog-sync")
         )
 
@@ -334,7 +334,7 @@ class Catalog:
         """
         self._snapshot = snapshot
         with self._noticed():
-            self._is_beside = self._store is not None and _device(self._store) == _device(self._directory)
+            self.is_beside = self._store is not None and _device(self._store) == _device(self._directory)
             # The newest log decides: it ends where the metadata ends, or the catalog begins anew.
             self._number = max(numbers(self._directory, "log"), default=0)
             if self._number and self._ends_at(sequence):
@@ -374,7 +374,7 @@ class Catalog:
         # One write has all commits, each with its mark behind its changes.
         packed = begin + b"".join(self._packed(entries, sequence) for entries, sequence in commits)
         self._put_bytes += len(packed)
-        self.last_write = self._writer.submit(partial(self._write, packed, self._hang_count))
+        self.last_write = self.writer.submit(partial(self._write, packed, self._hang_count))
         self._is_marked = True
         self._grow(packed, last)
 
@@ -384,7 +384,7 @@ class Catalog:
         None, and nothing is done, where the catalog is on another device, or an earlier write is due.
         """
         is_usual = self._is_marked and not (self._is_cut_off or self._is_failed or self._is_hung)
-        if not (self._is_beside and is_usual):
+        if not (self.is_beside and is_usual):
             return None
         packed = b"".join(self._packed(entries, sequence) for entries, sequence in commits if entries)
         write = partial(self._put_down, packed, self._hang_count)
@@ -400,7 +400,7 @@ class Catalog:
     def _grow(self, packed: bytes, last: int) -> None:
         self._log_bytes += len(packed)
         # A log as long as its base costs a start as much as the base.
-        if self._log_bytes > max(LOG_LIMIT_BYTES, self._base_bytes) and not self._is_base_due:
+        if self._log_bytes > max(LOG_LIMIT_BYTES, self._base_bytes) and not self.is_base_due:
             self._rotate(last)
 
     def _packed(self, entries: Sequence[Entry], sequence: int) -> bytes:
@@ -419,11 +419,11 @@ class Catalog:
             self._waited = write, asyncio.wrap_future(write)
             # A given-up write is no caller's error: it was logged, and commits go on.
             self._waited[1].add_done_callback(lambda done: done.exception())
-        await asyncio.wait([self._waited[1]], timeout=self._hang_after_s)
+        await asyncio.wait([self._waited[1]], timeout=self.hang_after_s)
         # Commits must not wait for a second copy. They go on without the catalog, which is made anew when the
         # device is back.
         if not write.done():
-            self._give_up_hung(f"a write has not come back for {self._hang_after_s:g} s")
+            self._give_up_hung(f"a write has not come back for {self.hang_after_s:g} s")
 
     def close(self, sequence: int) -> None:
         """Have the threads finish without pauses, mark the end, sync.
@@ -433,12 +433,12 @@ class Catalog:
         self._closing.set()
         # The order is writer, base, syncer: each may ask the next one for something. The end mark says that
         # the base is there.
-        for threads in (self._writer, self._base_writer, self._syncer):
+        for threads in (self.writer, self._base_writer, self._syncer):
             # A late thread is given up, with the rest of its work.
             self._finish(threads, threads.submit(_nothing))
         if not self._is_hung:
-            self._finish(self._writer, self._writer.submit(partial(self._end, sequence)))
-        for threads in (self._writer, self._base_writer, self._syncer):
+            self._finish(self.writer, self.writer.submit(partial(self._end, sequence)))
+        for threads in (self.writer, self._base_writer, self._syncer):
             threads.close()
 
     def _finish(self, threads: Threads, last: "Future[None]") -> None:
@@ -447,7 +447,7 @@ class Catalog:
         Else leave the thread to the process's end.
         """
         while not self._is_hung and not last.done():
-            count, patience_s = self._piece_count, min(END_PATIENCE_S, self._hang_after_s)
+            count, patience_s = self._piece_count, min(END_PATIENCE_S, self.hang_after_s)
             wait([last], patience_s)
             if not last.done() and self._piece_count == count:
                 self._give_up_hung(f"the end has waited {patience_s:g} s for it")
@@ -460,7 +460,7 @@ class Catalog:
             self._is_hung = True
             self._hang_count += 1
             log.error("catalog_failed directory=%s error=%s", self._directory, problem)
-            self._writer.give_up(self._overdue)
+            self.writer.give_up(self._overdue)
 
     def _end_hang(self) -> None:
         """Begin anew with the next commit, once the device has answered all that it owes.
@@ -468,7 +468,7 @@ class Catalog:
         The catalog lacks the commits in between.
         """
         # Every late write is back, so that none can land in the new log.
-        if self._is_hung and not self._is_failed and not self._writer.is_owed and not self._is_base_due:
+        if self._is_hung and not self._is_failed and not self.writer.is_owed and not self.is_base_due:
             log.warning("catalog_begun_anew directory=%s", self._directory)
             self._is_hung, self._is_cut_off = False, True
             self._put_bytes = self._written_bytes
@@ -513,7 +513,7 @@ class Catalog:
         # The snapshot is taken here: the threads would find later records.
         records = self._snapshot()
         begin = partial(self._begin_log, self._number, sequence, records, self._hang_count)
-        self.last_write = self._writer.submit(begin)
+        self.last_write = self.writer.submit(begin)
 
     # -- in the writing thread ---------------------------------------------------------------------
 
@@ -529,7 +529,7 @@ class Catalog:
                 self._syncer.submit(partial(_sync, self._fd))
             self._fd, self._is_sync_due = fd, False
             # The base comes after its log: a base without its log has lost it.
-            self._is_base_due = True
+            self.is_base_due = True
             self._base_writer.submit(partial(self._write_base, number, sequence, records))
 
     def _write(self, packed: bytes, hang_count: int) -> None:
@@ -595,7 +595,7 @@ class Catalog:
             # The earlier base and its logs are still there.
             log.error("catalog_failed directory=%s error=%s", self._directory, error)  # noqa: TRY400
         finally:
-            self._is_base_due = False
+            self.is_base_due = False
 
 
 def _unhurried(

@@ -165,7 +165,7 @@ class RocksDbRecords:
     With `witness` and `catalog` the database is compared with what they know.
     """
 
-    _db: Rdict
+    database: Rdict
 
     def __init__(
         self, path: str | Path, *, witness: Witness | None = None, catalog: Catalog | None = None
@@ -186,7 +186,7 @@ class RocksDbRecords:
             raise DataDirectoryUnusable(path=self._path, problem=error.strerror or str(error)) from error
         if is_there:
             self._untouched = Untouched(self._path)
-            self._db = self._untouched.database
+            self.database = self._untouched.database
         try:
             self._is_counted, self._last = self._read_last()
         except BaseException:
@@ -267,7 +267,7 @@ class RocksDbRecords:
         Raises CorruptMetadata while it is iterated over.
         """
         # A cursor is a snapshot: it has no later commits.
-        cursor = self._db.iter()
+        cursor = self.database.iter()
         cursor.seek(b"")
 
         def items() -> Iterator[tuple[bytes, bytes]]:
@@ -282,7 +282,7 @@ class RocksDbRecords:
     def _read_last(self) -> tuple[bool, Commit]:
         """Whether the last commit was noted, and it. Raises CorruptMetadata when it is not the last one."""
         try:
-            value = self._db.get(records.COMMIT_KEY) if self.is_there else None
+            value = self.database.get(records.COMMIT_KEY) if self.is_there else None
         except Exception as error:  # rocksdict raises nothing narrower
             raise CorruptMetadata(where=self._path, problem=str(error)) from error
         # The witness is outside the database: a database put back from an older copy cannot know it.
@@ -294,7 +294,7 @@ class RocksDbRecords:
             raise CorruptMetadata(where=self._path, problem=problem)
         # A catalog with commits beside a database without any: the metadata was deleted.
         if value is None and self._catalog:
-            self._catalog.check_new(lambda key: self.is_there and self._db.get(key) is not None)
+            self._catalog.check_new(lambda key: self.is_there and self.database.get(key) is not None)
         return value is not None, last
 
     def _check_sessions(self, seals: "Seals") -> None:
@@ -318,7 +318,7 @@ class RocksDbRecords:
 
     def _batches(self, prefix: bytes) -> Iterator[tuple[list[bytes], list[bytes]]]:
         """Keys with a prefix, and their values, ascending, ENTRIES_PER_BATCH at a time."""
-        cursor = self._db.iter()
+        cursor = self.database.iter()
         cursor.seek(prefix)
         is_there, key_of, value_of, go_on = cursor.valid, cursor.key, cursor.value, cursor.next
         keys: list[bytes] = []

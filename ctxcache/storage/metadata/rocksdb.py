@@ -150,7 +150,7 @@ class RocksDbMetadata(RocksDbRecords):
         super().__init__(path, witness=witness, catalog=catalog)
         self._hang_after_s, self._clock, self._before = hang_after_s, SystemClock(), before
         # A sync waits for the witnesses too, whose devices may hang while this one does not.
-        self._patience_s = hang_after_s + (WITNESS_PATIENCE_S if witness else 0)
+        self.patience_s = hang_after_s + (WITNESS_PATIENCE_S if witness else 0)
         # One thread writes the log and syncs it: a thread between the two would cost more than the write.
         self._writer = Threads(1, "metadata-log", self._clock)
         # Work of seconds has a thread of its own: commits must not wait behind a scan.
@@ -214,7 +214,7 @@ class RocksDbMetadata(RocksDbRecords):
             self._catalog.claim()
         self._before()
         try:
-            self._db = Rdict(self._path, options(is_new=is_new))
+            self.database = Rdict(self._path, options(is_new=is_new))
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             refuse(self._path, error)
         try:
@@ -222,7 +222,7 @@ class RocksDbMetadata(RocksDbRecords):
                 # Each run says with its first commit where its catalog goes on.
                 self._catalog.begin(self._last.sequence, self.raw)
         except BaseException:
-            release(self._db)
+            release(self.database)
             raise
         self._is_begun = True
         if not self._is_counted and self._witness:
@@ -251,7 +251,7 @@ class RocksDbMetadata(RocksDbRecords):
 
     def properties(self) -> dict[str, int]:
         """RocksDB's figures, by our names. From any thread, until `close`."""
-        database = self._db
+        database = self.database
         try:
             return {
                 name: database.property_int_value(f"rocksdb.{theirs}") or 0
@@ -376,7 +376,7 @@ class RocksDbMetadata(RocksDbRecords):
         # Only the writing thread writes the log and owns the witness, and syncs follow one another.
         self._write_log()
         if begun.is_durable:
-            self._sync()
+            self.sync_log()
         # The catalog comes last: it must never have a commit that the log lacks, nor one behind its end mark.
         # A round that was given up has no callers that wait.
         if begun.noted and self._round is begun:
@@ -384,7 +384,7 @@ class RocksDbMetadata(RocksDbRecords):
 
     def _write_log(self) -> None:
         # The interpreter is free meanwhile.
-        self._db.flush_wal(sync=False)
+        self.database.flush_wal(sync=False)
 
     def _end_round(self, ended: _Round) -> None:
         """Tell the callers that the log is written, and begin the next round where commits wait."""
@@ -430,7 +430,7 @@ class RocksDbMetadata(RocksDbRecords):
     def _start_watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the watch for a device that hangs, unless it runs already."""
         if self._watch is None:
-            self._watch = loop.call_later(self._patience_s, self._look, loop)
+            self._watch = loop.call_later(self.patience_s, self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give up operations that are late; watch on while others are under way."""
@@ -440,7 +440,7 @@ class RocksDbMetadata(RocksDbRecords):
             return
         begun_ns = self._writer.oldest_ns
         # Between two operations the thread has none under way: the queued one's callers need this watch yet.
-        if begun_ns is None or self._clock.monotonic_ns() - begun_ns < self._patience_s * 1e9:
+        if begun_ns is None or self._clock.monotonic_ns() - begun_ns < self.patience_s * 1e9:
             self._start_watch(loop)
             return
         # The commits are refused before the threads are given up: a caller with an answer finds the store
@@ -498,13 +498,13 @@ class RocksDbMetadata(RocksDbRecords):
         if not self._has_what_lacked():
             return None
         # RocksDB takes no writes after a failed one until it is opened anew.
-        release(self._db)
+        release(self.database)
         self._let_go()
         try:
             self._untouched = Untouched(self._path)
-            self._db = self._untouched.database
+            self.database = self._untouched.database
             # The thread opens it, since it replays the log.
-            value = self._db.get(records.COMMIT_KEY)
+            value = self.database.get(records.COMMIT_KEY)
             last = records.decode_commit(value) if value else Commit(0, 0, 0)
             seals = Seals()
             for keys, values in self._batches(records.SESSION_PREFIX):
@@ -514,7 +514,7 @@ class RocksDbMetadata(RocksDbRecords):
             # A database that is not reopened stays as it is.
             if self._is_possible(last_there):
                 self._let_go()
-                self._db = Rdict(self._path, options())
+                self.database = Rdict(self._path, options())
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower
             log.warning("metadata_reopen_failed path=%s error=%s", self._path, error)
             return None
@@ -585,9 +585,9 @@ class RocksDbMetadata(RocksDbRecords):
                 self._witness.close()
             # A database in the hands of a hanging device must not be closed: the call would hang as well.
             if not is_owed:
-                release(self._db)
+                release(self.database)
                 self._let_go()
-                del self._db
+                del self.database
 
     def _finish_rounds(self) -> None:
         """Finish the rounds of callers that were cancelled."""
@@ -615,7 +615,7 @@ class RocksDbMetadata(RocksDbRecords):
             else:
                 batch.put(key, value)
         batch.put(records.COMMIT_KEY, records.encode_commit(last))
-        self._db.write(batch)
+        self.database.write(batch)
 
     def _write_now(self, entries: Sequence[Entry]) -> None:
         """Put a commit into the log before anything is served. Raises TierFailure."""
@@ -647,14 +647,15 @@ class RocksDbMetadata(RocksDbRecords):
         self._written = Commit(self._written.sequence + 1, count, digest)
         return self._written
 
-    def _sync(self) -> None:
+    def sync_log(self) -> None:
+        """Let every commit that is in memory outlive a power cut. For the thread that writes the log."""
         # The writing thread runs one sync at a time. A sync after a failed one may report success for lost
         # writes, so that it is not even tried.
         self._check()
         # No commit goes to memory while the log is written and synced.
         sequence = self._written.sequence
         try:
-            self._db.flush_wal(sync=True)
+            self.database.flush_wal(sync=True)
         except Exception as error:
             # This is noted also where the device was given up, and nobody hears of its answer.
             if not self._is_passing(error):
@@ -668,7 +669,7 @@ class RocksDbMetadata(RocksDbRecords):
     def _sync_now(self) -> None:
         """Sync beside the rounds. Raises TierFailure."""
         try:
-            self._sync()
+            self.sync_log()
         except TierFailure:
             raise
         except Exception as error:  # noqa: BLE001  rocksdict raises nothing narrower

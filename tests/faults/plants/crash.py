@@ -303,7 +303,7 @@ def slots_not_synced(_: int) -> None:
 @plant
 def records_not_synced(_: int) -> None:
     """The metadata's log is never synced."""
-    _patch(RocksDbMetadata, "_sync", lambda _store: None)
+    _patch(RocksDbMetadata, "sync_log", lambda _store: None)
 
 
 @plant

@@ -35,7 +35,7 @@ _CALLS: dict[str, tuple[object, str]] = {
     "slot_sync": (os, "fdatasync"),
     "record_write": (RocksDbMetadata, "_write"),
     "log_write": (RocksDbMetadata, "_write_log"),
-    "record_sync": (RocksDbMetadata, "_sync"),
+    "record_sync": (RocksDbMetadata, "sync_log"),
     "witness_note": (Witness, "note"),
     "catalog_append": (Catalog, "_write"),
     "slot_given": (SlotAllocator, "give"),
