@@ -98,8 +98,9 @@ class BulkChannel:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        self._in_use: set[Connection] = set()
+        self.idle: list[Connection] = []
+        self.in_use: set[Connection] = set()
+        """Both to be looked at, not changed."""
         self._is_closed = False
         self._not_before = 0.0
         end_in_children(self)
@@ -123,7 +124,7 @@ class BulkChannel:
         if time.monotonic() < self._not_before:
             raise NoBulkChannel
         try:
-            connected = self._connect()
+            connected = self.connect()
         except (OSError, FrameError) as error:
             self._not_before = time.monotonic() + RETRY_INTERVAL_S
             raise NoBulkChannel(str(error)) from error
@@ -131,7 +132,7 @@ class BulkChannel:
         # A client may be closed while a connection is made; nobody else would ever close this one.
         with self._lock:
             if not self._is_closed:
-                self._in_use.add(connected)
+                self.in_use.add(connected)
                 return connected
         connected.close()
         raise self._closed()
@@ -140,16 +141,16 @@ class BulkChannel:
         """Keep a connection that is between two requests."""
         connection.is_kept = True
         with self._lock:
-            self._in_use.discard(connection)
-            if not self._is_closed and len(self._idle) < IDLE_LIMIT:
-                self._idle.append(connection)
+            self.in_use.discard(connection)
+            if not self._is_closed and len(self.idle) < IDLE_LIMIT:
+                self.idle.append(connection)
                 return
         connection.close()
 
     def drop(self, connection: Connection) -> None:
         """Close a connection in whatever state it is."""
         with self._lock:
-            self._in_use.discard(connection)
+            self.in_use.discard(connection)
         connection.shut()
         connection.close()
 
@@ -157,10 +158,10 @@ class BulkChannel:
         """End every connection; transfers under way raise Unavailable."""
         with self._lock:
             self._is_closed = True
-            idle, self._idle = self._idle, []
+            idle, self.idle = self.idle, []
             # Shut, not closed: the thread at work on it closes it, and its descriptor is no other file's
             # until then.
-            for connection in self._in_use:
+            for connection in self.in_use:
                 connection.shut()
         for connection in idle:
             connection.close()
@@ -169,10 +170,10 @@ class BulkChannel:
         """See Shared."""
         self._lock = threading.Lock()
         # The copies alone: a shutdown would end the parent's.
-        for connection in (*self._idle, *self._in_use):
+        for connection in (*self.idle, *self.in_use):
             connection.close()
-        self._idle.clear()
-        self._in_use.clear()
+        self.idle.clear()
+        self.in_use.clear()
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -190,14 +191,15 @@ class BulkChannel:
         with self._lock:
             if self._is_closed:
                 raise self._closed()
-            if not self._idle:
+            if not self.idle:
                 return None
-            connection = self._idle.pop()
-            self._in_use.add(connection)
+            connection = self.idle.pop()
+            self.in_use.add(connection)
             return connection
 
-    def _connect(self) -> Connection:
-        ticket = self._ticket()
+    def connect(self) -> Connection:
+        """Open a connection and say hello. Raises what a call does, OSError, FrameError, NoBulkChannel."""
+        ticket = self.ticket()
         framed = Connection(self._open(ticket))
         try:
             hello = bulk_pb2.BulkHello(ticket=ticket.ticket, version=VERSION)
@@ -216,7 +218,8 @@ class BulkChannel:
             framed.idle_limit_s = IDLE_SHARE * welcome.idle_timeout.ToNanoseconds() / 10**9
         return framed
 
-    def _ticket(self) -> bulk_pb2.BulkTicket:
+    def ticket(self) -> bulk_pb2.BulkTicket:
+        """Ask for what names this caller, once. Raises as `connect` does."""
         try:
             ticket = self._wire.call(self._wire.bulk.OpenBulk, bulk_pb2.OpenBulkRequest())
         # The server has as many connections as it takes: no reason to leave the channel alone for a minute.

@@ -43,15 +43,16 @@ class Client(Closing):
         self.models = ModelCalls(wire)
         self.blocks = BlockCalls(wire, routes, self.completions)
         self.admin = AdminCalls(wire)
-        self._wire = wire
-        self._routes = routes
+        self.wire = wire
+        self.routes = routes
+        """Both are for modules of this package, for measurements and tests: their methods change."""
 
     def ssd_files(self) -> SsdReader | None:
         """The SSD tier's files as this process can read them; None if the server is on another host.
 
         Raises Unavailable, DeadlineExceeded.
         """
-        return self._routes.ssd_files()
+        return self.routes.ssd_files()
 
     def map_arena(self, *, is_written: bool = False, timeout_s: float = 0) -> bool:
         """Map the server's arena ahead of the calls that use it; whether it is on this host.
@@ -60,7 +61,7 @@ class Client(Closing):
         `is_written`, which calls beside it would feel. Waits for that at most `timeout_s`. Raises
         Unavailable, DeadlineExceeded, TooManyRequests, Draining.
         """
-        attachment = self._routes.attach()
+        attachment = self.routes.attach()
         if attachment is None:
             return False
         if is_written:
@@ -77,8 +78,8 @@ class Client(Closing):
     def close(self) -> None:
         """End every call, lease and reservation of this connection. Futures that wait are cancelled."""
         self.completions.stop()
-        self._wire.close()
-        self._routes.close()
+        self.wire.close()
+        self.routes.close()
         self.completions.close()
 
 

@@ -54,7 +54,7 @@ class GrpcAccess(AccessStream):
         self._request_ids = itertools.count(1)
         self._waiting: dict[int, _Asked] = {}
         # Nothing is sure before the first answer, so the first use of a hold asks.
-        self._sure_until_ns = 0
+        self.sure_until_ns = 0
         self._failure: CacheError | None = None
         self._requests: SimpleQueue[AccessRequest | None] = SimpleQueue()
         with wire.errors():
@@ -71,7 +71,7 @@ class GrpcAccess(AccessStream):
     @property
     def is_in_doubt(self) -> bool:
         """See AccessStream."""
-        return self._failure is not None or time.monotonic_ns() >= self._sure_until_ns
+        return self._failure is not None or time.monotonic_ns() >= self.sure_until_ns
 
     def still_holds(self) -> bool:
         """See AccessStream. Without an answer of late, asks for one, for as long as a call may take."""
@@ -168,7 +168,7 @@ class GrpcAccess(AccessStream):
             asked = self._waiting.pop(response.request_id, None)
             if asked is not None:
                 # From when it was asked: the answer may have been long on its way.
-                self._sure_until_ns = max(self._sure_until_ns, asked.sent_ns + SURE_FOR_NS)
+                self.sure_until_ns = max(self.sure_until_ns, asked.sent_ns + SURE_FOR_NS)
                 asked.answer.set_result(response)
         if asked is None:
             # Its caller gave up waiting: what the late answer holds would be held by nobody.

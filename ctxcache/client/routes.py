@@ -58,7 +58,7 @@ class LocalAccess:
         self._lock = threading.RLock()
         """Over all that follows, never while one connects."""
         self._changed = threading.Condition(self._lock)
-        self._is_connecting = False
+        self.is_connecting = False
         """Laid down by a plain store, which no signal interrupts: nobody waits for a thread that is gone."""
         self._attachment: ArenaAttachment | None = None
         self._is_remote = False
@@ -71,20 +71,20 @@ class LocalAccess:
         is_ours = False
         try:
             with self._lock:
-                if self._is_connecting:
+                if self.is_connecting:
                     self._wait_connected()
                 if self._is_remote:
                     # For good: a client is made for one target, and that target's host does not change.
                     return None
                 if self._attachment is not None and self._attachment.stream.is_worth_a_try:
                     return self._attachment
-                is_ours = self._is_connecting = True
+                is_ours = self.is_connecting = True
             self._attachment = self._connect()
             self._is_remote = self._attachment is None
             return self._attachment
         finally:
             if is_ours:
-                self._is_connecting = False
+                self.is_connecting = False
                 with self._lock:
                     self._changed.notify_all()
 
@@ -105,7 +105,7 @@ class LocalAccess:
     def _wait_connected(self) -> None:
         """Wait, under the lock, while a thread connects. Raises DeadlineExceeded."""
         timeout_s = self._wire.timeout_s
-        if not self._changed.wait_for(lambda: not self._is_connecting, timeout_s):
+        if not self._changed.wait_for(lambda: not self.is_connecting, timeout_s):
             raise DeadlineExceeded(target=self._wire.target, timeout_s=f"{timeout_s:g}")
 
     def _connect(self) -> ArenaAttachment | None:
@@ -180,33 +180,29 @@ class RowRoutes:
     def __init__(self, wire: Wire, access: Access, transport: Transport, *, is_verified: bool) -> None:
         self._wire = wire
         self._access = access
-        self._is_verified = is_verified
-        self._bulk = BulkChannel(wire)
+        self.is_verified = is_verified
+        """Whether rows in the arena are compared with their writer's checksums."""
+        self.bulk = BulkChannel(wire)
         self.transport = self._choose_transport(transport)
         """Carries rows that do not travel through the arena."""
-        self._local = LocalAccess(wire, transport)
+        self.local = LocalAccess(wire, transport)
         # By session uid, which never changes its layout or model.
-        self._layouts: BoundedMemo[str, Mapping[Stream, StreamSpec]] = BoundedMemo()
+        self.layouts: BoundedMemo[str, Mapping[Stream, StreamSpec]] = BoundedMemo()
 
     def specs(self, snapshot: SessionInfo, model: CallerModel) -> Mapping[Stream, StreamSpec]:
         """Row size and element type of each stream of the session's layout, in storage order."""
-        return self._layouts.get_or_make(snapshot.uid, lambda: model.specs(snapshot.streams()))
-
-    @property
-    def is_verified(self) -> bool:
-        """Whether rows in the arena are compared with their writer's checksums."""
-        return self._is_verified
+        return self.layouts.get_or_make(snapshot.uid, lambda: model.specs(snapshot.streams()))
 
     def attach(self) -> ArenaAttachment | None:
         """Return the arena, mapped; None where rows have to travel otherwise. Raises Unavailable."""
-        attachment = None if self._access == "remote" else self._local.attach()
+        attachment = None if self._access == "remote" else self.local.attach()
         if attachment is None and self._access == "local":
             raise Unavailable(target=self._wire.target, problem="its arena cannot be opened here")
         return attachment
 
     def attached(self) -> ArenaAttachment | None:
         """As `attach`, where that has nothing to wait for; None otherwise."""
-        return None if self._access == "remote" else self._local.attached()
+        return None if self._access == "remote" else self.local.attached()
 
     def ssd_files(self) -> SsdReader | None:
         """See Client."""
@@ -253,7 +249,7 @@ class RowRoutes:
         if request.leave_on_ssd:
             request.leave_on_ssd = attachment.arena.ssd_files().is_open
         try:
-            return lease_rows(attachment, request, streams, is_verified=self._is_verified)
+            return lease_rows(attachment, request, streams, is_verified=self.is_verified)
         # A read that the arena has no room for comes by stream, segment by segment, with no room held for all
         # of it.
         except CapacityExceeded:
@@ -263,12 +259,12 @@ class RowRoutes:
 
     def close(self) -> None:
         """End the bulk channel, every lease and every reservation."""
-        self._bulk.close()
-        self._local.close()
+        self.bulk.close()
+        self.local.close()
 
     def _choose_transport(self, transport: Transport) -> RowTransport:
         streams = GrpcRows(self._wire)
         # `socket` has nothing to fall back to: whoever asked for it wants to hear that there is none.
         if transport == "grpc":
             return streams
-        return BulkRows(self._wire, self._bulk, None if transport == "socket" else streams)
+        return BulkRows(self._wire, self.bulk, None if transport == "socket" else streams)

@@ -358,7 +358,7 @@ class FiledRows(SessionRows):
         self._told, self.files = lease.session, files
         self.streams = tuple(stream for stream in layout.chunks if not wanted or stream in wanted)
         self.begin, self.end = lease.range.begin, lease.range.end
-        self._arena, self._layout, self._hold, self._verifier = arena, layout, hold, verifier
+        self._arena, self._layout, self.hold, self._verifier = arena, layout, hold, verifier
         self._runs = self._all_runs(lease)
         self._bounces = threading.local()
 
@@ -385,7 +385,7 @@ class FiledRows(SessionRows):
         """
         self._check_stream(stream)
         if run.slot is None:
-            self._hold.check_known()
+            self.hold.check_known()
             if self._verifier is not None:
                 self._verifier.copy(stream, run.token_begin, run.token_end, into)
             else:
@@ -442,11 +442,11 @@ class FiledRows(SessionRows):
 
     def check(self) -> None:
         """Raise LeaseNotFound when the lease has ended."""
-        self._hold.check()
+        self.hold.check()
 
     def close(self) -> None:
         """Release the lease, without waiting for the answer."""
-        self._hold.release_soon()
+        self.hold.release_soon()
 
     def _all_runs(self, lease: Lease) -> list[FileRun]:
         # A gap, or an invalid range, is refused as it is in the arena.
@@ -456,7 +456,7 @@ class FiledRows(SessionRows):
             slot, row_count = None, segment.token_count
             if segment.HasField("path_index"):
                 identity = identity_of(self.session, segment)
-                slot = SsdSlot(self.files, self._layout, identity, segment, self._hold.check)
+                slot = SsdSlot(self.files, self._layout, identity, segment, self.hold.check)
             else:
                 row_count = max((rows.row_end for rows in segment.rows), default=0)
                 if (
@@ -508,7 +508,7 @@ class LeasedRows(SessionRows):
         self.streams = tuple(s for s in stored if s in wanted) if wanted else slots.layout.streams
         self.begin, self.end = lease.range.begin, lease.range.end
         self._chunks = stored if not wanted else {stream: stored[stream] for stream in self.streams}
-        self._slots, self._hold, self._verifier = slots, hold, verifier
+        self._slots, self.hold, self._verifier = slots, hold, verifier
 
     def row_bytes(self, stream: Stream) -> int:
         """Bytes of one row. Raises KeyError(stream)."""
@@ -566,7 +566,7 @@ class LeasedRows(SessionRows):
         if self._verifier is None:
             raise InvalidArgument(field="verify", problem="this client verifies nothing")
         self._verifier.copy(stream, begin, end, into)
-        self._hold.check_known()
+        self.hold.check_known()
 
     @property
     def arena(self) -> Bytes:
@@ -588,7 +588,7 @@ class LeasedRows(SessionRows):
         """
         if stream not in self._chunks:
             raise InvalidArgument(field="streams", problem=f"{stream} is not among those that are read")
-        self._hold.check_known()
+        self.hold.check_known()
         return [self._slots.view(stream, span) for span in spans]
 
     def chunk_index(self, stream: Stream) -> int:
@@ -605,11 +605,11 @@ class LeasedRows(SessionRows):
 
     def check(self) -> None:
         """Raise LeaseNotFound when the lease has ended."""
-        self._hold.check()
+        self.hold.check()
 
     def close(self) -> None:
         """Release the lease, without waiting for the answer."""
-        self._hold.release_soon()
+        self.hold.release_soon()
 
     def _open(self, stream: Stream) -> None:
         """Verify a stream's rows, if that is wanted. Raises as `pieces` does."""
@@ -617,7 +617,7 @@ class LeasedRows(SessionRows):
             raise InvalidArgument(field="streams", problem=f"{stream} is not among those that are read")
         if self._verifier is not None:
             self._verifier.verify(stream)
-        self._hold.check_known()
+        self.hold.check_known()
 
 
 class _Pieces(Sequence[Bytes]):

@@ -134,7 +134,7 @@ class Contexts:
 
     def wait_populated(self) -> None:
         """Wait until the pages of the arena are there, which come in the background."""
-        attachment = self.client.blocks._routes.attach()  # noqa: SLF001  no caller needs to wait
+        attachment = self.client.routes.attach()
         if attachment is not None:
             attachment.arena.wait_populated(POPULATED_S)
 

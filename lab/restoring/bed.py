@@ -148,9 +148,9 @@ class Bed:
         self._stack = ExitStack()
         self._client = store.client
         # One mapping for both: an arena that is mapped twice in a process is pinned once only.
-        routes = copy.copy(self._client._routes)  # noqa: SLF001  # a client's mapping is nobody else's
-        routes._is_verified = False  # noqa: SLF001  # as above
-        self._unverified = Client(self._client._wire, routes)  # noqa: SLF001  # as above
+        routes = copy.copy(self._client.routes)
+        routes.is_verified = False
+        self._unverified = Client(self._client.wire, routes)
         self._spec = model_spec(
             model,
             model_id="restore-bench",

@@ -190,7 +190,7 @@ def test_a_lease_that_comes_too_late_is_given_back(connect: Connect, far_side: F
     client = connect(access="local")
     with client.sessions.open(session, OWN).read() as rows:
         assert isinstance(rows, LeasedRows)
-        rows._hold.stream.timeout_s = 0.5
+        rows.hold.stream.timeout_s = 0.5
     far_side.stalls = True
 
     with pytest.raises(DeadlineExceeded):
@@ -216,13 +216,13 @@ def test_a_client_that_was_frozen_asks_before_it_believes_its_lease(
     far_side.add(NAME, 5)
     rows = connect(access="local", timeout_s=1.0).sessions.open(NAME, OWN).read()
     assert isinstance(rows, LeasedRows)
-    stream = rows._hold.stream
+    stream = rows.hold.stream
     assert isinstance(stream, GrpcAccess)
     thawed = threading.Event()
     monkeypatch.setattr(stream, "_deliver", lambda _: thawed.wait())
     stream.send([PROBE])
     far_side.break_streams()
-    stream._sure_until_ns = 0
+    stream.sure_until_ns = 0
     with pytest.raises(LeaseNotFound):
         rows.array(KV)
     thawed.set()
@@ -237,9 +237,9 @@ def test_a_lease_that_was_not_used_for_long_is_good_once_the_server_says_so(
     far_side.add(NAME, 5)
     rows = connect(access="local").sessions.open(NAME, OWN).read()
     assert isinstance(rows, LeasedRows)
-    stream = rows._hold.stream
+    stream = rows.hold.stream
     assert isinstance(stream, GrpcAccess)
-    stream._sure_until_ns = 0
+    stream.sure_until_ns = 0
     before = len(far_side.operations)
     for _ in range(3):
         np.testing.assert_array_equal(rows.array(KV), far_side.rows[NAME][KV])
@@ -430,13 +430,13 @@ def test_whoever_waits_for_another_to_attach_waits_no_longer_than_its_deadline(
     far_side.add(NAME, 5)
     client = connect(access="local")
     client.sessions.get(NAME)
-    local = client._routes._local
+    local = client.routes.local
     local._wire.timeout_s = 0.3
-    local._is_connecting = True
+    local.is_connecting = True
     with ThreadPoolExecutor(1) as threads:
         waiter = threads.submit(client.sessions.open(NAME, OWN).read)
         assert isinstance(waiter.exception(SOON_S), DeadlineExceeded)
-    local._is_connecting = False
+    local.is_connecting = False
 
 
 @pytest.mark.parametrize("hours", [-1, 0, 1])

@@ -226,7 +226,7 @@ def test_blocks_come_by_stream_where_nobody_may_write(sealed: ServerProcess) -> 
     with ctxcache.connect(sealed.target) as client:
         assert client.blocks.put(space, {key: b"some bytes"}) == 1
         [loaded] = client.blocks.load(space, [key])
-        attachment = client._routes.attach()
+        attachment = client.routes.attach()
         assert attachment is not None
         reserve = Operation()
         reserve.reserve_blocks.space.model_fingerprint = bytes(32)
@@ -247,7 +247,7 @@ def test_without_the_grant_rows_are_read_in_place_and_appended_by_stream(
     client = connect("reader", access)
     found = stored_twice(client, f"read-{access}")
     session = client.sessions.get(f"sessions/read-{access}")
-    attachment = client._routes.attach()
+    attachment = client.routes.attach()
     assert attachment is not None
     reserve = arena_pb2.Reserve(
         session=session.name, model_fingerprint=session.model_fingerprint, write_offset=75, token_count=1

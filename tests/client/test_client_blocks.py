@@ -568,7 +568,7 @@ def test_what_changed_in_memory_is_mended_or_a_miss(live: LiveServer, local: Cli
     """Never other bytes than were put."""
     local.blocks.put(WHOLE, {key_of(1): data_of(1)}, durability=Durability.DISK)
     local.blocks.put(WHOLE, {key_of(2): data_of(2)})
-    attachment = local._routes.attach()
+    attachment = local.routes.attach()
     assert attachment is not None
     arena = attachment.arena.writable()
     assert arena is not None
@@ -588,7 +588,7 @@ def test_a_client_that_goes_gives_its_puts_up(live: LiveServer, local: Client) -
     """The next one puts the same key."""
     with ctxcache.connect(live.target, timeout_s=10, access="local") as other:
         other.blocks.put(RANKS, {key_of(1): b"abc"}, parts=[0], part_bytes=[3, 3])
-        attachment = other._routes.attach()
+        attachment = other.routes.attach()
         assert attachment is not None
         operation = Operation()
         operation.reserve_blocks.space.model_fingerprint = WHOLE.model_fingerprint
@@ -599,7 +599,7 @@ def test_a_client_that_goes_gives_its_puts_up(live: LiveServer, local: Client) -
         commit.commit_blocks.reservation_ids.append(room.reservation_id)
         commit.commit_blocks.parts.append(0)
         commit.commit_blocks.checksums.append(1)
-        own = local._routes.attach()
+        own = local.routes.attach()
         assert own is not None
         with pytest.raises(ReservationNotFound):
             own.stream.carry_out(commit)

@@ -174,7 +174,7 @@ def bulk(server: ServerProcess) -> Iterator[Client]:
 
 def break_connections(client: Client) -> None:
     """Break what is in use, as a network would."""
-    for connection in list(client._routes._bulk._in_use):
+    for connection in list(client.routes.bulk.in_use):
         connection.shut()
 
 
@@ -226,15 +226,15 @@ def test_rows_that_changed_on_the_way_are_received_again(
             np.testing.assert_array_equal(rows.array(stream), make_rows(token_count)[stream])
 
     assert flipped
-    assert flipped[0] not in bulk._routes._bulk._idle
+    assert flipped[0] not in bulk.routes.bulk.idle
 
 
 def test_a_kept_connection_that_ended_is_not_used_again(bulk: Client) -> None:
     """The next request opens another one and never notices."""
     with bulk.sessions.open(NAME, OWN).read(end=3) as rows:
         rows.array(KV)
-    assert bulk._routes._bulk._idle
-    for connection in bulk._routes._bulk._idle:
+    assert bulk.routes.bulk.idle
+    for connection in bulk.routes.bulk.idle:
         connection.shut()
 
     assert bulk.sessions.open(NAME, OWN).append(make_rows(2)).token_count == 60_002
@@ -248,13 +248,13 @@ def test_a_connection_is_used_again(bulk: Client) -> None:
                 rows.array(stream)
         bulk.sessions.open(NAME, OWN).append(make_rows(1))
 
-    assert len(bulk._routes._bulk._idle) == 1
-    assert not bulk._routes._bulk._in_use
+    assert len(bulk.routes.bulk.idle) == 1
+    assert not bulk.routes.bulk.in_use
 
 
 def kept(client: Client) -> Connection:
     """The one connection that is kept for the next request."""
-    [connection] = client._routes._bulk._idle
+    [connection] = client.routes.bulk.idle
     return connection
 
 
@@ -319,7 +319,7 @@ def test_an_append_whose_commit_was_sent_is_not_repeated(
     """The server may have carried it out: whoever asked for it has to look."""
     bulk.sessions.open(NAME, OWN).append(make_rows(1))
     ends_unnoticed(kept(bulk), monkeypatch, SocketFrameKind.FINISH)
-    monkeypatch.setattr(bulk._routes._bulk, "_connect", lambda: pytest.fail("it was asked again"))
+    monkeypatch.setattr(bulk.routes.bulk, "connect", lambda: pytest.fail("it was asked again"))
     with pytest.raises(Unavailable):
         bulk.sessions.open(NAME, OWN).append(make_rows(2))
 
@@ -329,20 +329,20 @@ def test_a_client_that_closes_meanwhile_leaves_no_connection(
 ) -> None:
     """One that was just being opened carries nothing for a closed client."""
     with ctxcache.connect(server.target, access="remote", transport="socket") as client:
-        channel, made = client._routes._bulk, []
-        connect = channel._connect
+        channel, made = client.routes.bulk, []
+        connect = channel.connect
 
         def connects() -> Connection:
             made.append(connect())
             channel.close()
             return made[0]
 
-        monkeypatch.setattr(channel, "_connect", connects)
+        monkeypatch.setattr(channel, "connect", connects)
         with pytest.raises(Unavailable, match="closed"):
             channel.take()
 
     assert made[0]._socket.fileno() == -1
-    assert not channel._in_use
+    assert not channel.in_use
 
 
 def test_without_a_bulk_channel_rows_travel_by_grpc(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_what_is_another_tenants_is_not_there(connect: Callable[..., Client], ac
 
 def rows_of_snapshot(client: Client, session: SessionInfo) -> Any:
     """Read by what another has learnt of a session: no call before the read could refuse it."""
-    client._routes._layouts.put(session.uid, OWN.specs(LAYOUT))
+    client.routes.layouts.put(session.uid, OWN.specs(LAYOUT))
     with client.sessions.open(session, OWN).read() as found:
         return found.array(KV)
 
@@ -365,8 +365,8 @@ def test_without_shared_memory_rows_come_by_stream(connect: Callable[..., Client
     client = connect("a", "auto")
     fill(client, "streamed", make_rows(70))
     np.testing.assert_array_equal(rows_of(client, "sessions/streamed"), make_rows(70)[KV])
-    arena = client._wire.arena.GetArena(arena_pb2.GetArenaRequest())
-    call = client._wire.arena.Access(iter([arena_pb2.AccessRequest()]))
+    arena = client.wire.arena.GetArena(arena_pb2.GetArenaRequest())
+    call = client.wire.arena.Access(iter([arena_pb2.AccessRequest()]))
     with pytest.raises(grpc.RpcError) as caught:
         next(call)
 
@@ -385,8 +385,8 @@ def test_a_ticket_is_its_owners(pki: Pki, connect: Callable[..., Client]) -> Non
     """
     owner, other = connect("a", "bulk"), connect("b", "bulk")
     fill(owner, "bulky", make_rows(5))
-    stolen = owner._routes._bulk._ticket()
-    other._routes._bulk._ticket = lambda: stolen  # type: ignore[method-assign]
+    stolen = owner.routes.bulk.ticket()
+    other.routes.bulk.ticket = lambda: stolen  # type: ignore[method-assign]
     with pytest.raises(CacheError) as caught:
         rows_of_snapshot(other, owner.sessions.get("sessions/bulky"))
     assert "was given to spiffe://example.org/ns/a/sa/engine" in str(caught.value)
@@ -399,7 +399,7 @@ def test_an_operators_client_on_the_servers_host_is_about_that_tenant(
     name = fill(connect("a"), "matched", make_rows(70)).name
     tenant = connect("a").sessions.get(name).tenant
     with ctxcache.connect(server.target, tls=tls_of(pki, "ops"), tenant=tenant) as operator:
-        assert operator._routes.attach() is None
+        assert operator.routes.attach() is None
         assert operator.sessions.get(name).tenant == tenant
     with pytest.raises(InvalidArgument, match="go over the network"):
         ctxcache.connect(server.target, tls=tls_of(pki, "ops"), tenant=tenant, access="local")

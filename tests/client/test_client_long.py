@@ -99,7 +99,7 @@ def test_what_is_announced_is_bounded(connect: Callable[[Route], Client], count:
         name="sessions/b", model_fingerprint=OWN.fingerprint, write_offset=0, coming_token_count=count
     )
     with pytest.raises(InvalidArgument) as refused:
-        handle._routes.transport.append(header, make_rows(1), Durability.MEMORY)
+        client.routes.transport.append(header, make_rows(1), Durability.MEMORY)
     assert refused.value.facts["field"] == "header.coming_token_count"
     assert handle.refresh().token_count == 0
     client.sessions.open("sessions/b").delete()

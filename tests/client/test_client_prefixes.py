@@ -317,7 +317,7 @@ def test_a_token_is_of_blocks_or_of_a_prefix(live: LiveServer) -> None:
         other = CallerModel(replace(SPEC, weights_digest="others"))
         with pytest.raises(ModelFingerprintMismatch):
             client.prefixes.leased(prefix, other)
-        attachment = client._routes.attach()
+        attachment = client.routes.attach()
         assert attachment is not None
         for field, value in {
             "session": "sessions/a",

@@ -388,4 +388,4 @@ def test_reads_that_fail_are_not_remembered(connect: Connect, far_side: FarSide)
         with pytest.raises(CacheError):
             client.sessions.open(session, OWN).read()
 
-    assert not client._wire.open_streams
+    assert not client.wire.open_streams

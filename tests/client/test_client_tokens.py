@@ -99,7 +99,7 @@ def fill(client: Client, session_id: str, token_count: int = 70) -> SessionInfo:
 
 def attached(client: Client) -> ArenaAttachment:
     """The client's way to the arena."""
-    found = client._routes.attach()
+    found = client.routes.attach()
     assert found is not None
     return found
 
@@ -170,9 +170,9 @@ def test_a_token_without_shared_memory_gets_none(
     session = fill(client, "streamed")
     with client.sessions.open(session.name, OWN).read() as found:
         np.testing.assert_array_equal(found.array(KV), make_rows(70)[KV])
-    assert client._routes.attach() is None
+    assert client.routes.attach() is None
     assert client.ssd_files() is None
-    told = client._wire.call(client._wire.arena.GetArena, arena_pb2.GetArenaRequest())
+    told = client.wire.call(client.wire.arena.GetArena, arena_pb2.GetArenaRequest())
     assert not told.path
     assert not told.ssd_files
     with pytest.raises(PermissionDenied):

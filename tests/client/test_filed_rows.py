@@ -314,7 +314,7 @@ def test_a_lease_that_ended_is_told_from_damage(
         if when == "meanwhile":
             rows.array(TOKENS)
         _reused(live, client)
-        rows._hold.deadline_ns = 0
+        rows.hold.deadline_ns = 0
 
         with pytest.raises(LeaseNotFound):
             rows.array(KV)
@@ -400,7 +400,7 @@ def test_a_brief_answer_cannot_say_where_in_a_file(client: Client) -> None:
     request = arena_pb2.AcquireLease(
         session=NAME, model_fingerprint=SPEC.fingerprint(), is_brief=True, leave_on_ssd=True
     )
-    attachment = client._routes.attach()
+    attachment = client.routes.attach()
     assert attachment is not None
     with pytest.raises(InvalidArgument):
         attachment.stream.carry_out(arena_pb2.Operation(acquire_lease=request))

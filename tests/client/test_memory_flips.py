@@ -309,7 +309,7 @@ def test_a_local_writer_that_says_something_else_serves_nobody_wrong_rows(
     """
     client = connect("local-socket")
     made(client, 64, Durability.DISK)
-    attachment = client._routes.attach()
+    attachment = client.routes.attach()
     assert attachment is not None
     stream = attachment.stream
     reserve = arena_pb2.Reserve(
@@ -340,7 +340,7 @@ def test_a_reader_that_lies_costs_nobody_anything(
     """The server looks for itself: what is right stays, and foreign leases do not exist."""
     client = connect("local-socket")
     made(client, 150, Durability.MEMORY)
-    attachment = client._routes.attach()
+    attachment = client.routes.attach()
     assert attachment is not None
     lease = arena_pb2.AcquireLease(session=NAME, model_fingerprint=OWN.fingerprint, is_brief=True)
     number = attachment.stream.carry_out(arena_pb2.Operation(acquire_lease=lease)).lease.lease_id
@@ -485,7 +485,7 @@ def test_the_sums_of_a_lease_are_those_of_its_rows(
         client.sessions.open(NAME, OWN).append(
             {stream: one[token : token + 1] for stream, one in rows.items()}
         )
-    attachment = client._routes.attach()
+    attachment = client.routes.attach()
     assert attachment is not None
     lease = arena_pb2.AcquireLease(session=NAME, model_fingerprint=OWN.fingerprint)
     found = attachment.stream.carry_out(arena_pb2.Operation(acquire_lease=lease)).lease

@@ -121,7 +121,7 @@ def test_only_one_of_many_is_the_first(client: Client, server: ServerProcess, sp
         with ctxcache.connect(server.target) as own:
             model = model_to_wire(spec, probe(1.0 + number))
             request = model_pb2.RegisterModelRequest(model=model)
-            return own._wire.call(own._wire.models.RegisterModel, request).probe.values
+            return own.wire.call(own.wire.models.RegisterModel, request).probe.values
 
     with ThreadPoolExecutor(8) as pool:
         answers = set(pool.map(register, range(8)))
@@ -157,7 +157,7 @@ def test_what_is_no_probe_is_refused(client: Client, spec: ModelSpec, wrong: dic
     message.probe.CopyFrom(model_pb2.ModelProbe(**{**facts, **wrong}))  # type: ignore[arg-type]
 
     with pytest.raises(InvalidArgument, match=r"model\.probe"):
-        client._wire.call(client._wire.models.RegisterModel, model_pb2.RegisterModelRequest(model=message))
+        client.wire.call(client.wire.models.RegisterModel, model_pb2.RegisterModelRequest(model=message))
 
     assert spec.model_id not in [model.name.removeprefix("models/") for model in client.models.list()]
 

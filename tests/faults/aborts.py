@@ -115,7 +115,7 @@ class Aborter(threading.Thread):
             if is_held:
                 done.wait(5.0)
 
-        call = client._wire.sessions.AppendSession.future(messages(), timeout=timeout_s)
+        call = client.wire.sessions.AppendSession.future(messages(), timeout=timeout_s)
         # Refused at its header, it asks for no more messages.
         call.add_done_callback(lambda _: sent.set())
         sent.wait()

@@ -161,7 +161,7 @@ def test_a_session_that_fails_leaves_the_others_alone(client: Client, server: Se
 
 def _lose_reservation(client: Client, batch: DecodeBatch, lane: int) -> None:
     release = ReleaseReservation(reservation_id=int(batch._reservation_ids[lane]))
-    attachment = client._routes.attach()
+    attachment = client.routes.attach()
     assert attachment is not None
     attachment.stream.carry_out(Operation(release_reservation=release))
 
@@ -177,7 +177,7 @@ def test_an_answer_of_many_locations_arrives(client: Client) -> None:
         # One at a time: appended at once they would lie in a few long segments.
         handle.append({TOKENS: np.zeros((64, 4), np.uint8), ODD: np.zeros((64, 6), np.uint8)})
     acquire = AcquireLease(session=session.name, model_fingerprint=session.model_fingerprint)
-    attachment = client._routes.attach()
+    attachment = client.routes.attach()
     assert attachment is not None
     results = attachment.stream.call([Operation(acquire_lease=acquire)] * 1024)
 
@@ -207,10 +207,10 @@ def test_a_batch_that_was_frozen_asks_before_it_writes(
     with client.sessions.decode_batch(create(client, 2), OWN) as batch:
         stream = batch._stream
         assert isinstance(stream, GrpcAccess)
-        stream._sure_until_ns = 0
+        stream.sure_until_ns = 0
         step(batch, 0)
         batch.commit()
-        stream._sure_until_ns = 0
+        stream.sure_until_ns = 0
         monkeypatch.setattr(stream, "exchange", _unheard)
         with pytest.raises(ReservationNotFound):
             batch.write(TOKENS, rows(1, TOKENS, range(2)))

@@ -69,7 +69,7 @@ def _client(place: Place, blocks: _Blocks) -> Iterator[Client]:
     ):
         _put(client, blocks, KEPT)
         _load(client, blocks, KEPT)
-        attachment = client.blocks._routes.attach()  # noqa: SLF001  no caller needs to wait
+        attachment = client.routes.attach()
         if attachment is not None:
             # In the background, so that on a busy machine the first rounds would be all page faults. An
             # engine maps the arena once.

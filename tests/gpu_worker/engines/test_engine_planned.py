@@ -96,7 +96,7 @@ def test_a_planned_restore_says_the_same(
 ) -> None:
     """Each turn on an engine of its own; what was planned and what it took are both told."""
     turns = []
-    with ctxcache.connect(client._wire.target, access=access) as reader:  # type: ignore[arg-type]
+    with ctxcache.connect(client.wire.target, access=access) as reader:  # type: ignore[arg-type]
         for index in range(3):
             with _engine(reader, name, hardware) as engine:
                 turns.append(_turn(engine, session_id, index))

@@ -189,7 +189,7 @@ def flip(path: Path, offset_bytes: int) -> None:
 
 def flip_in_arena(client: Client, kept: SessionInfo, stream: Stream) -> None:
     """Damage a byte of a stream's first row in shared memory, as a process would that maps it."""
-    attachment = client._routes.attach()
+    attachment = client.routes.attach()
     assert attachment is not None
     arena = attachment.arena.writable()
     assert arena is not None

@@ -296,7 +296,7 @@ def test_a_lease_that_ends_meanwhile_is_a_miss(
         return rows
 
     def end() -> None:
-        held[0]._hold.deadline_ns = 0
+        held[0].hold.deadline_ns = 0
 
     monkeypatch.setattr(DirectStorage, "read", kept_rows)
     with slowed("compute", "copy", "read", settings=CHUNKS) as pipeline, pytest.raises(LeaseNotFound):

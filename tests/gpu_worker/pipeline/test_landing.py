@@ -135,7 +135,7 @@ def test_rows_are_copied_once_and_by_the_device(
     """From the arena itself, every byte once, though chunks are longer than batches; no thread copies any."""
     kept = _saved(client, session_id)
     direct, pins = _pinned(client, monkeypatch)
-    arena = client._routes.attach().arena.readable  # type: ignore[union-attr]
+    arena = client.routes.attach().arena.readable  # type: ignore[union-attr]
     row_bytes = saved_session("llama").rows[Stream(0, StateKind.KV)][0].nbytes
     with slowed(settings=HALVES) as pipeline, monkeypatch.context() as patch:
         patch.setattr(LeasedSource, "fill", _never)
