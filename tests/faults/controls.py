@@ -55,6 +55,8 @@ OWN: dict[tuple[str, str], Sequence[str]] = {
     ("corrupt", "verify_begins"): REFUSALS,
     ("corrupt", "witness_ignored"): METADATA,
     ("crash", "abandoned_save_shows"): ("--aborts", "50"),
+    ("crash", "second_writer_is_not_flushed_for"): ("--seed", "3"),
+    ("crash", "tail_rewritten_in_place"): ("--seed", "3"),
     ("expiry", "all_at_once"): ("--sessions", "100000", "--rate", "1000"),
     ("history", "deleted_record_stays"): ("--acts", "300"),
     ("history", "durable_wish_forgotten"): ("--acts", "100", "--power"),

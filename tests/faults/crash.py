@@ -115,6 +115,8 @@ def _blows(rng: random.Random, control: str | None) -> Blows:
     if control == "tail_rewritten_in_place":
         # Between the bytes in an old place and the record of the new one, when there are tails to write anew.
         return Blows(rng, {Kind.STEP: 1}, working=("slot_sync",), least_nth=8)
+    if control == "second_writer_is_not_flushed_for":
+        return Blows(rng, {Kind.ANSWER: 1})
     return Blows(rng, KINDS)
 
 
