@@ -12,8 +12,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+from model_specs import small_model
+
 from ctxcache.format.layout import SegmentIdentity, Slot
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.storage.metadata.base import (
     Changes,
@@ -31,7 +32,8 @@ _HIDDEN = Stream(0, StateKind.HIDDEN)
 
 def make_model(model_id: str = "llama", *, tenant: str = "acme") -> ModelRecord:
     """Make a registered model with one stream."""
-    spec = ModelSpec(
+    spec = small_model(
+        StreamSpec(_HIDDEN, 128, DType.BFLOAT16),
         model_id=model_id,
         architecture="LlamaForCausalLM",
         revision="r1",
@@ -44,8 +46,6 @@ def make_model(model_id: str = "llama", *, tenant: str = "acme") -> ModelRecord:
         head_size=16,
         rope="theta=10000",
         norm="rms,eps=1e-05",
-        is_relocatable=True,
-        streams=(StreamSpec(_HIDDEN, 128, DType.BFLOAT16),),
     )
     return ModelRecord(tenant, spec, create_time_ns=1)
 

@@ -21,6 +21,7 @@ from typing import Any
 from fakes import FakeClock, MemoryTier, Operation
 from integrity import check_integrity
 from memory_metadata import MemoryMetadata
+from model_specs import small_model
 
 from ctxcache.cache import Cache
 from ctxcache.cache.leases import Lease, ReadRequest
@@ -34,7 +35,6 @@ from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.core.placement.policy import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
 from ctxcache.format.layout import ALIGN_BYTES, SegmentLayout
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, Content, DType, StateKind, Stream, StreamSpec, ranges_of
 from ctxcache.storage.metadata.base import Changes, MetadataStore
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
@@ -46,21 +46,14 @@ TENANT = "acme"
 HIDDEN = Stream(0, StateKind.HIDDEN)
 KV = Stream(1, StateKind.KV)
 STREAMS = (TOKENS, HIDDEN, KV)
-MODEL = ModelSpec(
-    model_id="tiny",
-    architecture="TinyForCausalLM",
-    revision="",
+MODEL = small_model(
+    StreamSpec(HIDDEN, 96, DType.FLOAT16),
+    StreamSpec(KV, 160, DType.FLOAT16),
     weights_digest="w",
     tokenizer_digest="t",
-    dtype=DType.FLOAT16,
     layer_count=2,
     hidden_size=48,
-    kv_head_count=1,
     head_size=40,
-    rope="",
-    norm="",
-    is_relocatable=True,
-    streams=(StreamSpec(HIDDEN, 96, DType.FLOAT16), StreamSpec(KV, 160, DType.FLOAT16)),
 )
 FINGERPRINT = MODEL.fingerprint()
 LAYOUT = SegmentLayout(MODEL.resolve(STREAMS))

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
+from model_specs import small_model
 
 import ctxcache
 from ctxcache.client import Client
@@ -18,21 +19,12 @@ TOKEN_COUNT = 100
 
 def model_spec(model_id: str = "tiny") -> ModelSpec:
     """Describe a model of one layer whose state may be cut anywhere."""
-    return ModelSpec(
+    return small_model(
+        StreamSpec(HIDDEN, ROW_BYTES, DType.FLOAT16),
         model_id=model_id,
-        architecture="TinyForCausalLM",
         revision="1",
-        weights_digest="",
-        tokenizer_digest="",
-        dtype=DType.FLOAT16,
-        layer_count=1,
         hidden_size=16,
-        kv_head_count=1,
         head_size=16,
-        rope="",
-        norm="",
-        is_relocatable=True,
-        streams=(StreamSpec(HIDDEN, ROW_BYTES, DType.FLOAT16),),
     )
 
 

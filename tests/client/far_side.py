@@ -15,6 +15,7 @@ from typing import Never
 import grpc
 import numpy as np
 from control_side import ControlSide
+from model_specs import small_model
 
 from ctxcache import errors
 from ctxcache.client import CallerModel, Client
@@ -29,7 +30,6 @@ from ctxcache.client.messages import read_session_info
 from ctxcache.client.types import SessionInfo
 from ctxcache.format.checksums import rows_checksum, wire_checksum
 from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.v1 import arena_pb2, arena_pb2_grpc, model_pb2, model_pb2_grpc, session_pb2, session_pb2_grpc
 from ctxcache.wire.status import code_of, message_of, trailing_metadata, wire_facts
@@ -37,21 +37,14 @@ from ctxcache.wire.status import code_of, message_of, trailing_metadata, wire_fa
 Connect = Callable[..., Client]
 HIDDEN = Stream(0, StateKind.HIDDEN)
 KV = Stream(1, StateKind.KV)
-SPEC = ModelSpec(
-    model_id="tiny",
-    architecture="TinyForCausalLM",
-    revision="",
+SPEC = small_model(
+    StreamSpec(HIDDEN, 8, DType.FLOAT16),
+    StreamSpec(KV, 16, DType.FLOAT16),
     weights_digest="w",
     tokenizer_digest="t",
-    dtype=DType.FLOAT16,
     layer_count=2,
     hidden_size=4,
-    kv_head_count=1,
     head_size=4,
-    rope="",
-    norm="",
-    is_relocatable=True,
-    streams=(StreamSpec(HIDDEN, 8, DType.FLOAT16), StreamSpec(KV, 16, DType.FLOAT16)),
 )
 LAYOUT = (TOKENS, HIDDEN, KV)
 OWN = CallerModel(SPEC)

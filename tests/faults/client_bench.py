@@ -17,10 +17,10 @@ import numpy as np
 
 import ctxcache
 from ctxcache.client import CallerModel, Client
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from tests.faults.harness import Report
 from tests.faults.rows import first_difference, rows_of
+from tests.model_specs import small_model
 from tests.server_process import ServerProcess
 
 KV = Stream(0, StateKind.KV)
@@ -40,21 +40,12 @@ Of one that ended or cancelled the kernel or gRPC tells sooner.
 """
 SILENT_GONE_WITHIN_S = 2 * GONE_WITHIN_S
 """The same where it is gRPC's own timers that run out: they may be late on a busy machine."""
-MODEL = ModelSpec(
+MODEL = small_model(
+    StreamSpec(KV, ROW_BYTES, DType.FLOAT16),
     model_id="clients",
     architecture="Clients",
-    revision="",
-    weights_digest="",
-    tokenizer_digest="",
-    dtype=DType.FLOAT16,
-    layer_count=1,
     hidden_size=8,
-    kv_head_count=1,
     head_size=4,
-    rope="",
-    norm="",
-    is_relocatable=True,
-    streams=(StreamSpec(KV, ROW_BYTES, DType.FLOAT16),),
 )
 OWN = CallerModel(MODEL)
 

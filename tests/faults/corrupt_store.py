@@ -19,7 +19,6 @@ from ctxcache.core.ledger.session import Expiration
 from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec, ranges_of
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.storage.data_directory import DataDirectory
@@ -31,6 +30,7 @@ from ctxcache.storage.ssd_directories import in_order, write_down
 from ctxcache.storage.tiers.dram import DramArena
 from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
 from tests.faults.rows import rows_of
+from tests.model_specs import small_model
 
 SSD_BYTES = 2 << 20
 ARENA_BYTES = 1 << 20
@@ -39,11 +39,7 @@ SPECS = (
     StreamSpec(Stream(0, StateKind.HIDDEN), 48, DType.FLOAT16),
     StreamSpec(Stream(1, StateKind.KV), 100, DType.FLOAT16),
 )
-MODEL = ModelSpec(
-    model_id="m", architecture="a", revision="", weights_digest="", tokenizer_digest="", dtype=DType.FLOAT16,
-    layer_count=2, hidden_size=24, kv_head_count=1, head_size=25, rope="", norm="", is_relocatable=True,
-    streams=SPECS,
-)  # fmt: skip
+MODEL = small_model(*SPECS, model_id="m", architecture="a", layer_count=2, hidden_size=24, head_size=25)
 STREAMS = (TOKENS_SPEC, *SPECS)
 LAYOUT = SegmentLayout(MODEL.resolve(spec.stream for spec in SPECS))
 Name = tuple[str, str]

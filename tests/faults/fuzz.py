@@ -39,6 +39,7 @@ from tests.faults.harness import Harness, Report, progress
 from tests.faults.messages import MessageMaker, Plausible, hostile_texts
 from tests.faults.planted import forked
 from tests.faults.rows import first_difference, rows_of
+from tests.model_specs import small_model
 from tests.server_process import ServerProcess
 
 CALL_TIMEOUT_S = 30.0
@@ -354,21 +355,14 @@ def _make_plausible(client: Client) -> Plausible:
 
 
 def _model(model_id: str) -> ModelSpec:
-    return ModelSpec(
+    return small_model(
+        *STREAMS,
         model_id=model_id,
         architecture="Fuzz",
         revision=model_id,
-        weights_digest="",
-        tokenizer_digest="",
-        dtype=DType.FLOAT16,
         layer_count=3,
         hidden_size=48,
-        kv_head_count=1,
         head_size=24,
-        rope="",
-        norm="",
-        is_relocatable=True,
-        streams=STREAMS,
     )
 
 

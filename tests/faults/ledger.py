@@ -18,6 +18,7 @@ from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from tests.faults.blocks import KeptBlocks
 from tests.faults.expected import Expected
 from tests.faults.rows import Rows, rows_at
+from tests.model_specs import small_model
 
 OWNER = 7
 
@@ -38,21 +39,14 @@ class Shape:
     def model(self) -> ModelSpec:
         """A model that has them."""
         specs = tuple(StreamSpec(stream, self.row_bytes, DType.FLOAT16) for stream in self.streams)
-        return ModelSpec(
+        return small_model(
+            *specs,
             model_id="crash",
             architecture="Crash",
             revision="1",
-            weights_digest="",
-            tokenizer_digest="",
-            dtype=DType.FLOAT16,
             layer_count=self.layer_count,
             hidden_size=self.row_bytes // 2,
-            kv_head_count=1,
             head_size=self.row_bytes // 2,
-            rope="",
-            norm="",
-            is_relocatable=True,
-            streams=specs,
         )
 
     @property

@@ -35,13 +35,13 @@ import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.errors import CacheError, TooManyRequests
 from ctxcache.format.checksums import wire_checksum
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.v1 import model_pb2, session_pb2
 from tests.faults.harness import Harness, Report, Unsupported, progress
 from tests.faults.load_generator import OK, REFUSED, Outcome, Plan
 from tests.faults.planted import command
 from tests.faults.rows import rows_of
+from tests.model_specs import small_model
 from tests.server_process import COMMAND_LINE, ServerProcess
 
 STREAMS_ADMITTED = 8
@@ -58,21 +58,13 @@ LEAST_HZ = 4.0
 """Taken as the sustainable rate where less ended in time: ten times that is still more than is admitted."""
 RECOVERY_S = 2.0
 GOODPUT_RATIO, LATENCY_RATIO, REFUSAL_S, MEMORY_RATIO = 0.9, 2.0, 0.05, 1.05
-SPEC = ModelSpec(
+SPEC = small_model(
+    *[StreamSpec(Stream(i, StateKind.KV), ROW_BYTES, DType.FLOAT16) for i in range(LAYERS)],
     model_id="load",
     architecture="Load",
-    revision="",
-    weights_digest="",
-    tokenizer_digest="",
-    dtype=DType.FLOAT16,
     layer_count=LAYERS,
     hidden_size=64,
-    kv_head_count=1,
     head_size=64,
-    rope="",
-    norm="",
-    is_relocatable=True,
-    streams=tuple(StreamSpec(Stream(i, StateKind.KV), ROW_BYTES, DType.FLOAT16) for i in range(LAYERS)),
 )
 OWN = CallerModel(SPEC)
 STORED = (TOKENS_SPEC, *SPEC.streams)

@@ -34,6 +34,7 @@ from tests.faults.foresight import Foresight
 from tests.faults.harness import Harness, Report, progress
 from tests.faults.planted import command
 from tests.faults.rows import first_difference, rows_of
+from tests.model_specs import small_model
 from tests.server_process import ServerProcess
 from tests.stored_model import stored_model
 
@@ -49,21 +50,14 @@ ALLOWED = (CapacityExceeded, TooManyRequests)
 
 def model(number: int) -> ModelSpec:
     """One of a few models."""
-    return ModelSpec(
+    return small_model(
+        *STORED[1:],
         model_id=f"soak-{number}",
         architecture="Soak",
         revision=str(number),
-        weights_digest="",
-        tokenizer_digest="",
-        dtype=DType.FLOAT16,
         layer_count=3,
         hidden_size=64,
-        kv_head_count=1,
         head_size=64,
-        rope="",
-        norm="",
-        is_relocatable=True,
-        streams=STORED[1:],
     )
 
 

@@ -15,19 +15,17 @@ from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.core.placement.policy import Facts, Level
 from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.layout import SegmentLayout
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from ctxcache.simulate.store import Move
 from tests.faults.rows import first_difference, rows_of
 from tests.live.names import name_of, owner_of
 from tests.live.scheduler import Hints
+from tests.model_specs import small_model
 
 STORED = (TOKENS_SPEC, *(StreamSpec(Stream(layer, StateKind.KV), 64, DType.FLOAT16) for layer in range(2)))
-MODEL = ModelSpec(
-    model_id="live", architecture="Live", revision="", weights_digest="", tokenizer_digest="",
-    dtype=DType.FLOAT16, layer_count=2, hidden_size=64, kv_head_count=1, head_size=16, rope="", norm="",
-    is_relocatable=True, streams=STORED[1:],
-)  # fmt: skip
+MODEL = small_model(
+    *STORED[1:], model_id="live", architecture="Live", layer_count=2, hidden_size=64, head_size=16
+)
 OWN = CallerModel(MODEL)
 LAYOUT = SegmentLayout(STORED)
 SLOT_BYTES = LAYOUT.size_bytes

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_specs import small_model
 from observed import small_settings
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -19,7 +20,6 @@ import ctxcache
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.wire import trace_metadata, trace_parent
 from ctxcache.errors import InvalidConfiguration, SessionNotFound
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from ctxcache.observe import tracing
 from ctxcache.observe.tracing import OtelSpans, open_spans
@@ -27,21 +27,13 @@ from ctxcache.server.server import Server
 from lab.routes import Route, route_options
 
 HIDDEN = Stream(0, StateKind.HIDDEN)
-MODEL = ModelSpec(
-    model_id="tiny",
+MODEL = small_model(
+    StreamSpec(HIDDEN, 96, DType.FLOAT16),
     architecture="Tiny",
-    revision="",
     weights_digest="w",
     tokenizer_digest="t",
-    dtype=DType.FLOAT16,
-    layer_count=1,
     hidden_size=48,
-    kv_head_count=1,
     head_size=40,
-    rope="",
-    norm="",
-    is_relocatable=True,
-    streams=(StreamSpec(HIDDEN, 96, DType.FLOAT16),),
 )
 
 

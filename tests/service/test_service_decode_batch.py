@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_specs import small_model
 from server_process import ServerProcess
 
 import ctxcache
@@ -23,28 +24,20 @@ from ctxcache.errors import (
     ReservationNotFound,
     WriteInProgress,
 )
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.v1.arena_pb2 import AccessResponse, AcquireLease, Operation, ReleaseLease, ReleaseReservation
 from lab.routes import route_options
 
 KV, HIDDEN, ODD = Stream(0, StateKind.KV), Stream(1, StateKind.HIDDEN), Stream(2, StateKind.HIDDEN)
 ROW_BYTES = {TOKENS: 4, KV: 4096, HIDDEN: 12288, ODD: 6}
-SPEC = ModelSpec(
-    model_id="tiny",
+SPEC = small_model(
+    *[StreamSpec(stream, ROW_BYTES[stream], DType.FLOAT16) for stream in (KV, HIDDEN, ODD)],
     architecture="Tiny",
-    revision="",
     weights_digest="w",
     tokenizer_digest="t",
-    dtype=DType.FLOAT16,
     layer_count=3,
     hidden_size=4,
-    kv_head_count=1,
     head_size=4,
-    rope="",
-    norm="",
-    is_relocatable=True,
-    streams=tuple(StreamSpec(stream, ROW_BYTES[stream], DType.FLOAT16) for stream in (KV, HIDDEN, ODD)),
 )
 OWN = CallerModel(SPEC)
 LANES = 5

@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_specs import small_model
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
@@ -19,21 +20,8 @@ def _spec(layer_count: int = 2) -> ModelSpec:
         for layer in range(layer_count)
         for kind, size in ((StateKind.HIDDEN, 100), (StateKind.KV, 60))
     )
-    return ModelSpec(
-        model_id="m",
-        architecture="A",
-        revision="",
-        weights_digest="",
-        tokenizer_digest="",
-        dtype=DType.FLOAT16,
-        layer_count=layer_count,
-        hidden_size=50,
-        kv_head_count=1,
-        head_size=15,
-        rope="",
-        norm="",
-        is_relocatable=True,
-        streams=streams,
+    return small_model(
+        *streams, model_id="m", architecture="A", layer_count=layer_count, hidden_size=50, head_size=15
     )
 
 

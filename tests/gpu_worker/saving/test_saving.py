@@ -5,7 +5,6 @@ A batch's rows come to their sessions, bounded, never behind a gap, and nobody w
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from interrupts import is_interrupted
+from model_specs import small_model
 from server_process import ServerProcess
 from torch import Tensor
 
@@ -30,7 +31,6 @@ from ctxcache.errors import (
     SessionNotFound,
     TooManyRequests,
 )
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 from gpu_worker.errors import DeviceFailed, ShapeMismatch
 from gpu_worker.saving import Saver, Slice
@@ -41,21 +41,14 @@ _HIDDEN = StreamSpec(Stream(1, StateKind.HIDDEN), 48, DType.FLOAT32)
 _STATE = (_KV, _HIDDEN)
 _SPECS = (TOKENS_SPEC, *_STATE)
 _TOKEN_BYTES = 4 + 64 + 48
-_SPEC = ModelSpec(
+_SPEC = small_model(
+    *_STATE,
     model_id="save",
     architecture="Test",
-    revision="",
-    weights_digest="",
-    tokenizer_digest="",
     dtype=DType.FLOAT32,
     layer_count=2,
     hidden_size=8,
-    kv_head_count=1,
     head_size=8,
-    rope="",
-    norm="",
-    is_relocatable=True,
-    streams=_STATE,
 )
 _OWN = CallerModel(_SPEC)
 _LAYOUT = [spec.stream for spec in _STATE]
@@ -341,31 +334,6 @@ def test_a_pass_that_raises_is_a_gap(client: Client, session: SessionInfo) -> No
     _assert_holds(client, session, range(4))
 
 
-class _Interrupted(BaseException):
-    pass
-
-
-def _is_interrupted(run: Callable[[], object], at: int) -> bool:
-    """Interrupt `run` at the so many-th moment of it; whether there is one."""
-    count = 0
-
-    def look(_: object, event: str, __: object) -> None:
-        nonlocal count
-        count += event in {"call", "c_return"}
-        if count == at:
-            sys.setprofile(None)
-            raise _Interrupted
-
-    try:
-        sys.setprofile(look)
-        run()
-    except _Interrupted:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
-
-
 @pytest.mark.parametrize("ring_bytes", [None, 16 * (_TOKEN_BYTES - 4)])
 def test_an_engine_that_is_interrupted_anywhere_saves_on(
     client: Client, create: Create, ring_bytes: int | None
@@ -385,7 +353,7 @@ def test_an_engine_that_is_interrupted_anywhere_saves_on(
                 _pass(saver, (first, 0, 2), (second, 0, 1))
                 saver.finish(first.name)
 
-            is_over = not _is_interrupted(run, at)
+            is_over = not is_interrupted(run, at)
             for session, count in ((first, 2), (second, 1)):
                 failure = saver.wait(session.name, timeout_s=10)
                 saved_count = client.sessions.get(session.name).token_count

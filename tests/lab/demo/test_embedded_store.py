@@ -3,28 +3,20 @@
 from pathlib import Path
 
 import pytest
+from model_specs import small_model
 
 from ctxcache.errors import CapacityExceeded
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from lab.demo.embedded_store import StoreDidNotStart, embedded_store, require_room
 
 _SIZE_BYTES = 16 << 20
-_SPEC = ModelSpec(
+_SPEC = small_model(
+    StreamSpec(Stream(0, StateKind.KV), 64, DType.FLOAT32),
     model_id="m",
     architecture="Test",
-    revision="",
-    weights_digest="",
-    tokenizer_digest="",
     dtype=DType.FLOAT32,
-    layer_count=1,
     hidden_size=8,
-    kv_head_count=1,
     head_size=8,
-    rope="",
-    norm="",
-    is_relocatable=True,
-    streams=(StreamSpec(Stream(0, StateKind.KV), 64, DType.FLOAT32),),
 )
 
 
