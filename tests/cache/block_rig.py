@@ -4,9 +4,10 @@ import hashlib
 import random
 from collections.abc import Sequence
 
-from cache_rig import SLOT_BYTES, Rig
+from cache_rig import SLOT_BYTES, DiskRig, Rig
 
 from ctxcache.cache.blocks import BlockState, Room, Wanted, WrittenPart
+from ctxcache.core.ledger.session import block_id
 from ctxcache.core.prefix.keys import Part, space_of
 from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.layout import block_layout
@@ -86,6 +87,17 @@ async def load(rig: Rig, *numbers: int, space: bytes = SPACE) -> list[bytes | No
     if any(found.leases):
         rig.cache.tokens.release(rig.tenant, found.token)
     return loaded
+
+
+async def spoil(rig: DiskRig, number: int) -> None:
+    """Let other bytes than were put stand in the file of a block, which is not in memory any more."""
+    block = rig.cache.ledger.find(rig.tenant, block_id(SPACE, key_of(number)))
+    [segment] = block.segments
+    await rig.cache.flushing.demote(block)
+    assert segment.durable is not None
+    with rig.segments_file(segment.durable.path_index).open("r+b") as file:
+        file.seek(segment.durable.offset_bytes + block.layout.offsets[0] + 5)
+        file.write(b"?????")
 
 
 def look(rig: Rig, *numbers: int, space: bytes = SPACE) -> list[BlockState]:

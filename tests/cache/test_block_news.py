@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from block_rig import OTHER_SPACE, SPACE, key_of, load, look, put
+from block_rig import OTHER_SPACE, SPACE, key_of, load, look, put, spoil
 from cache_rig import DiskRig, MemoryRig, Rig
 
 from ctxcache.cache.block_news import BlockNews, Subscriptions
@@ -134,13 +134,7 @@ async def test_a_block_that_turns_out_bad_is_told(disk_rig: DiskRig) -> None:
     await put(disk_rig, 1, 2, is_durable=True)
     follower = Follower(disk_rig)
     follower.catch_up()
-    block = disk_rig.cache.ledger.find(disk_rig.tenant, block_id(SPACE, key_of(1)))
-    [segment] = block.segments
-    await disk_rig.cache.flushing.demote(block)
-    assert segment.durable is not None
-    with disk_rig.segments_file(segment.durable.path_index).open("r+b") as file:
-        file.seek(segment.durable.offset_bytes + block.layout.offsets[0] + 5)
-        file.write(b"?????")
+    await spoil(disk_rig, 1)
     await load(disk_rig, 1)
     follower.catch_up()
     assert follower.known[key_of(1)] == ABSENT

@@ -20,6 +20,7 @@ from block_rig import (
     look,
     put,
     reserved,
+    spoil,
     wanted,
     write,
 )
@@ -336,13 +337,7 @@ async def test_a_block_expires_after_its_last_access(rig: MemoryRig) -> None:
 async def test_bad_bytes_are_a_miss_and_the_block_can_be_put_anew(disk_rig: DiskRig) -> None:
     """Never other bytes than were put."""
     await put(disk_rig, 1, 2, is_durable=True)
-    block = disk_rig.cache.ledger.find(TENANT, block_id(SPACE, key_of(1)))
-    [segment] = block.segments
-    await disk_rig.cache.flushing.demote(block)
-    assert segment.durable is not None
-    with disk_rig.segments_file(segment.durable.path_index).open("r+b") as file:
-        file.seek(segment.durable.offset_bytes + block.layout.offsets[0] + 5)
-        file.write(b"?????")
+    await spoil(disk_rig, 1)
     assert await load(disk_rig, 1, 2) == [None, data_of(2)]
     assert look(disk_rig, 1, 2) == [BlockState.MISS, BlockState.HIT]
     await disk_rig.crash()

@@ -50,14 +50,7 @@ BLOCK_SIZES = (500, SLOT_BYTES // 2, SLOT_BYTES - 4096)
 CAPACITIES = Capacities(6 * SLOT_BYTES, 4 * SLOT_BYTES)
 LONG_TOO = replace(DEFAULT_WATERMARKS, longest=0.34)
 """Segments of 128 tokens fit into such an arena, and none that is longer."""
-SETTINGS = settings(
-    max_examples=100,
-    stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+SETTINGS = settings(max_examples=100, stateful_step_count=50, suppress_health_check=list(HealthCheck))
 
 
 @dataclass(slots=True)

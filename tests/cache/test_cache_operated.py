@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from cache_rig import SLOT_BYTES, TENANT, MemoryRig, seeds
-from test_cache_storm import CUTS, Dice, SlowMetadata, SlowTier, Storm
+from test_cache_storm import CUTS, SHARES, Dice, SlowMetadata, SlowTier, Storm, assert_all_is_over
 
 from ctxcache.core.limits import Watermarks
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.served import RANKED
-from ctxcache.core.placement.shares import Share, Shares
-from ctxcache.errors import CapacityExceeded, DeadlineExceeded, LeaseNotFound, TierFailure
+from ctxcache.core.placement.shares import Share
+from ctxcache.errors import DeadlineExceeded, LeaseNotFound, TierFailure
 from ctxcache.format.layout import Slot
 from ctxcache.storage.tiers.base import Range, TierRefusal
 
@@ -147,7 +147,7 @@ async def test_whatever_an_operator_does_nothing_is_wrong(
         tmp_path,
         arena_segments=dice.choice((8, 14, 40)),
         ssd_segments=dice.choice(((7, 7), (30, 30))),
-        shares=Shares({TENANT: Share(0.4, 0.7), "other": Share(0.2)}),
+        shares=SHARES,
     )
     capacities = Capacities(rig.arena_segments * SLOT_BYTES, sum(rig.ssd_segments) * SLOT_BYTES)
     rig.make_policy = lambda: RANKED[("look-ahead", "value", "lru")[seed % 3]](capacities)
@@ -162,20 +162,6 @@ async def test_whatever_an_operator_does_nothing_is_wrong(
     storms[1].tag, storms[1].cut_count = 30000, CUTS
     await asyncio.gather(*(storm.run() for storm in storms))
     rig.ssd.held.clear()
-    await rig.check()
-    rig.clock.advance(seconds=1000)
-    rig.cache.appends.end_overdue()
-    rig.cache.hints.drop_overdue()
-    for storm in storms:
-        if storm.queue:
-            await rig.cache.queues.withdraw(storm.queue)
-    with suppress(CapacityExceeded):
-        await rig.cache.departures.remove(list(rig.cache.ledger.sessions()))
-    await rig.check()
-    kept_count = len(rig.cache.ledger.below.quarantined)
-    left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
-    rig.cache.io.close()
-    rig.arena.close()
 
-    assert left == (0, kept_count * SLOT_BYTES)
+    await assert_all_is_over(rig, *storms)
     assert sum(storm.operated_count for storm in storms) > 20

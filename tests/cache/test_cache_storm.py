@@ -418,6 +418,25 @@ def tokens_of(found: dict[Stream, bytes]) -> list[Token]:
     return tokens
 
 
+async def assert_all_is_over(rig: MemoryRig, *storms: Storm) -> None:
+    """Once what is overdue has ended and all sessions are gone, every slot is back, or in quarantine."""
+    await rig.check()
+    rig.clock.advance(seconds=1000)
+    rig.cache.appends.end_overdue()
+    rig.cache.hints.drop_overdue()
+    for storm in storms:
+        if storm.queue:
+            await rig.cache.queues.withdraw(storm.queue)
+    with suppress(CapacityExceeded):
+        await rig.cache.departures.remove(list(rig.cache.ledger.sessions()))
+    await rig.check()
+    kept_count = len(rig.cache.ledger.below.quarantined)
+    left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
+    rig.cache.io.close()
+    rig.arena.close()
+    assert left == (0, kept_count * SLOT_BYTES)
+
+
 @pytest.mark.parametrize("is_faulty", [False, True])
 @pytest.mark.parametrize("seed", seeds(6))
 async def test_a_storm_leaves_nothing_wrong_and_nothing_behind(
@@ -433,18 +452,8 @@ async def test_a_storm_leaves_nothing_wrong_and_nothing_behind(
     await rig.open()
     storm = Storm(rig, dice, is_faulty=is_faulty)
     await storm.run()
-    await rig.check()
-    rig.clock.advance(seconds=60)
-    rig.cache.appends.end_overdue()
-    with suppress(CapacityExceeded):
-        await rig.cache.departures.remove([rig.cache.ledger.find(TENANT, name) for name in rig.names()])
-    await rig.check()
-    kept_count = len(rig.cache.ledger.below.quarantined)
-    left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
-    rig.cache.io.close()
-    rig.arena.close()
 
-    assert left == (0, kept_count * SLOT_BYTES)
+    await assert_all_is_over(rig, storm)
     assert storm.cut_count
     assert storm.read_count
 
@@ -476,20 +485,6 @@ async def test_whatever_is_foretold_a_storm_leaves_nothing_behind(
     # Other rows than the first one's, and no cuts: what is opened after one knows one tenant.
     storms[1].tag, storms[1].cut_count = 30000, CUTS
     await asyncio.gather(*(storm.run() for storm in storms))
-    await rig.check()
-    rig.clock.advance(seconds=1000)
-    rig.cache.appends.end_overdue()
-    rig.cache.hints.drop_overdue()
-    for storm in storms:
-        if storm.queue:
-            await rig.cache.queues.withdraw(storm.queue)
-    with suppress(CapacityExceeded):
-        await rig.cache.departures.remove(list(rig.cache.ledger.sessions()))
-    await rig.check()
-    kept_count = len(rig.cache.ledger.below.quarantined)
-    left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
-    rig.cache.io.close()
-    rig.arena.close()
 
-    assert left == (0, kept_count * SLOT_BYTES)
+    await assert_all_is_over(rig, *storms)
     assert rig.cache.placement.is_empty

@@ -3,11 +3,11 @@
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from far_side import KV, OWN, Connect, FarSide
 from google.protobuf.timestamp_pb2 import Timestamp
+from interrupts import Interrupted, is_interrupted
 
 from ctxcache.client import Client, SessionRows, grpc_access
 from ctxcache.client.access import PROBE, ClockPair
@@ -253,15 +254,11 @@ def test_an_answer_is_no_proof_for_longer_than_a_server_waits_for_a_ping() -> No
     assert least_s / 2 * 1e9 > SURE_FOR_NS
 
 
-class _Interrupted(BaseException):
-    pass
-
-
 def test_a_caller_interrupted_in_the_middle_of_a_request_breaks_the_way() -> None:
     """Half a frame is out: the next one would be taken for the rest of it."""
 
     def interrupt(*_: object) -> None:
-        raise _Interrupted
+        raise Interrupted
 
     ours, theirs = socket.socketpair()
     access = SocketAccess(ours, FrameReader(), "unix:here", timeout_s=30)
@@ -269,7 +266,7 @@ def test_a_caller_interrupted_in_the_middle_of_a_request_breaks_the_way() -> Non
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(_Interrupted):
+        with pytest.raises(Interrupted):
             access.exchange([reserve])
         assert access.is_broken
         with pytest.raises(Unavailable):
@@ -287,7 +284,7 @@ def test_a_caller_interrupted_in_the_middle_of_an_answer_breaks_the_way(
     """Some of it is lost: what follows would be taken for something else."""
 
     def interrupt(_: bytes) -> None:
-        raise _Interrupted
+        raise Interrupted
 
     ours, theirs = socket.socketpair()
     reader, asked = FrameReader(), FrameReader()
@@ -295,7 +292,7 @@ def test_a_caller_interrupted_in_the_middle_of_an_answer_breaks_the_way(
     monkeypatch.setattr(reader, "feed", interrupt)
     with ThreadPoolExecutor(1) as threads:
         answering = threads.submit(_answer, theirs, asked, 1)
-        with pytest.raises(_Interrupted):
+        with pytest.raises(Interrupted):
             access.exchange([PROBE])
         answering.result(SOON_S)
     with pytest.raises(Unavailable):
@@ -316,7 +313,7 @@ def test_a_caller_interrupted_anywhere_leaves_the_way_to_others() -> None:
         answering.start()
         access = SocketAccess(ours, FrameReader(), "unix:here", timeout_s=SOON_S)
         access.exchange([PROBE])
-        is_over = not _interrupt(access, at)
+        is_over = not is_interrupted(partial(access.exchange, [PROBE]), at)
         with ThreadPoolExecutor(1) as threads, suppress(Unavailable):
             assert threads.submit(access.exchange, [PROBE]).result(2 * SOON_S).request_id >= 2
         access.close()
@@ -325,27 +322,6 @@ def test_a_caller_interrupted_anywhere_leaves_the_way_to_others() -> None:
         if is_over:
             break
     assert 20 < at < left[-1]
-
-
-def _interrupt(access: SocketAccess, at: int) -> bool:
-    """Interrupt an exchange at the so many-th moment of it; whether there is one."""
-    count = 0
-
-    def look(_: object, event: str, __: object) -> None:
-        nonlocal count
-        count += event in {"call", "c_return"}
-        if count == at:
-            sys.setprofile(None)
-            raise _Interrupted
-
-    try:
-        sys.setprofile(look)
-        access.exchange([PROBE])
-    except _Interrupted:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
 
 
 def _answer_all(connection: socket.socket) -> None:

@@ -1,13 +1,12 @@
 """Signals: a handler that raises costs no lease and no reservation, wherever it comes."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 import numpy as np
 import pytest
 from far_side import HIDDEN, LAYOUT, OWN, SPEC, make_rows
+from interrupts import is_interrupted
 from server_process import ServerProcess
 
 import ctxcache
@@ -16,32 +15,6 @@ from ctxcache.client import BlockSpace, Client
 NAME = "sessions/a"
 SPACE, KEYS = BlockSpace(bytes(32), layout_tag="interrupts"), [bytes([number]) * 32 for number in range(2)]
 SOON_S = 10.0
-
-
-class Interrupted(BaseException):
-    """A handler's, as KeyboardInterrupt is."""
-
-
-def is_interrupted(run: Callable[[], object], at: int) -> bool:
-    """Interrupt `run` at its so many-th call of Python or end of one of C; whether there is one."""
-    count = 0
-
-    def look(frame: FrameType, event: str, _: object) -> None:
-        nonlocal count
-        # Python itself drops what is raised within a finalizer.
-        count += event in {"call", "c_return"} and frame.f_code.co_name not in {"__del__", "_remove"}
-        if count == at:
-            sys.setprofile(None)
-            raise Interrupted
-
-    try:
-        sys.setprofile(look)
-        run()
-    except Interrupted:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from far_side import HIDDEN, KV, LAYOUT, OWN, SPEC, make_rows
-from live_server import LiveServer
+from live_server import LiveServer, serving, settings_in
 
 import ctxcache
 from ctxcache.client import CallerModel, Client, DecodeBatch, SessionWriter
 from ctxcache.client.types import SessionInfo
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
 from ctxcache.format.streams import DType, StreamSpec
-from ctxcache.settings.config import Settings
 from lab.routes import Route, route_options
 
 MIB = 1 << 20
@@ -34,24 +33,13 @@ OTHER_ORDER = CallerModel(replace(SPEC, streams=(StreamSpec(HIDDEN, 16, DType.FL
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A server with a session of a model."""
     place = tmp_path_factory.mktemp("models")
-    started = LiveServer(
-        Settings(
-            data_directory=place / "data",
-            listen="127.0.0.1:0",
-            unix_socket=str(place / "socket"),
-            bulk_listen="127.0.0.1:0",
-            arena_size_bytes=16 * MIB,
-            ssd_size_bytes=16 * MIB,
-            arena_huge_pages="off",
-        )
-    )
-    with ctxcache.connect(started.target) as client:
-        client.models.register(SPEC)
-        client.sessions.create(OWN, id="kept", layout=LAYOUT)
-        client.sessions.open("sessions/kept", OWN).append(make_rows(70))
-    yield started
-    started.stop()
-    started.close()
+    sizes = {"arena_size_bytes": 16 * MIB, "ssd_size_bytes": 16 * MIB}
+    with serving(settings_in(place, bulk_listen="127.0.0.1:0", **sizes)) as started:
+        with ctxcache.connect(started.target) as client:
+            client.models.register(SPEC)
+            client.sessions.create(OWN, id="kept", layout=LAYOUT)
+            client.sessions.open("sessions/kept", OWN).append(make_rows(70))
+        yield started
 
 
 CALLS: dict[str, Callable[[Client, str | SessionInfo, CallerModel], object]] = {

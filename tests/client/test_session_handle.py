@@ -8,7 +8,7 @@ from uuid import uuid4
 import numpy as np
 import pytest
 from far_side import HIDDEN, OWN, SPEC, make_rows
-from live_server import LiveServer
+from live_server import LiveServer, serving, settings_in
 
 import ctxcache
 from ctxcache.client import Client
@@ -16,7 +16,6 @@ from ctxcache.client.sessions import SessionHandle
 from ctxcache.client.types import Durability, hours
 from ctxcache.errors import GenerationMismatch, InvalidArgument, SessionNotFound, WriteOffsetMismatch
 from ctxcache.format.streams import TOKENS, Stream
-from ctxcache.settings.config import Settings
 from lab.routes import Route, route_options
 
 MIB = 1 << 20
@@ -27,22 +26,11 @@ ROUTES: tuple[Route, ...] = ("local-socket", "local-grpc", "bulk", "grpc")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A server that has the model."""
     place = tmp_path_factory.mktemp("handles")
-    started = LiveServer(
-        Settings(
-            data_directory=place / "data",
-            listen="127.0.0.1:0",
-            unix_socket=str(place / "socket"),
-            bulk_listen="127.0.0.1:0",
-            arena_size_bytes=16 * MIB,
-            ssd_size_bytes=16 * MIB,
-            arena_huge_pages="off",
-        )
-    )
-    with ctxcache.connect(started.target) as cache:
-        cache.models.register(SPEC)
-    yield started
-    started.stop()
-    started.close()
+    sizes = {"arena_size_bytes": 16 * MIB, "ssd_size_bytes": 16 * MIB}
+    with serving(settings_in(place, bulk_listen="127.0.0.1:0", **sizes)) as started:
+        with ctxcache.connect(started.target) as cache:
+            cache.models.register(SPEC)
+        yield started
 
 
 @pytest.fixture(params=ROUTES)

@@ -14,14 +14,7 @@ from ctxcache.core.ledger.session import Session
 from ctxcache.core.ledger.unwritten import Unwritten
 from ctxcache.format.layout import Slot
 
-SETTINGS = settings(
-    max_examples=100,
-    stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+SETTINGS = settings(max_examples=100, stateful_step_count=50, suppress_health_check=list(HealthCheck))
 SEARCH = settings(SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
 """For planted bugs. One walk of 100 in fourteen missed the rarest; none is made shorter, which takes long."""
 

@@ -5,18 +5,14 @@ Run by `make engines`. Each reply is compared with that of an engine that has no
 
 import itertools
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import ctxcache
 from ctxcache.client import Client
 from gpu_worker.engines.names import session_id
-from lab.engines.families import SHAPE
 from lab.engines.vllm_process import VllmEngine
 from tests.engines.vllm_matrix import damage
 from tests.engines.vllm_sessions import (
@@ -30,7 +26,10 @@ from tests.engines.vllm_sessions import (
     wait_for_all,
     whole_blocks,
 )
+from tests.engines.vllm_small import model, plain, store
 from tests.server_process import ServerProcess
+
+__all__ = ["model", "plain", "store"]
 
 NAMES = (
     "alice@example.com",
@@ -46,29 +45,6 @@ NAMES = (
     session_id("alice@example.com"),
 )
 """What people use, and what would be somebody else's."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with random weights, in files."""
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    """An engine that has no store and keeps nothing between requests."""
-    with VllmEngine(model, None, tmp_path_factory.mktemp("plain") / "log") as engine:
-        yield engine
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A store that a test may do anything to."""
-    with ServerProcess(tmp_path / "data") as server:
-        yield server
 
 
 def three_turns_more(engine: VllmEngine, plain: VllmEngine, session: str, prompt: list[int]) -> list[int]:

@@ -10,31 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.types import EngineUse, HintAction, HintKind
 from ctxcache.errors import DeadlineExceeded, SessionNotFound
 from gpu_worker.engines.vllm.hints import HintTeller
-from lab.engines.families import SHAPE
 from lab.engines.vllm_process import VllmEngine
+from tests.engines.vllm_small import model
 from tests.server_process import ServerProcess
+
+__all__ = ["model"]
 
 COUNT = 8
 SAVED = 96
 """Tokens of a first turn that whole blocks hold."""
 METRIC = "vllm:ctxcache_hints"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with random weights, in files."""
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ SLOW_LOADS = """
 import sys, time
 from ctxcache.client import blocks
 from gpu_worker.engines.vllm import tier
+
+__all__ = ["store"]
 # Given up because the store does not answer, and not because it is slow.
 tier.SLOWEST_BYTES_PER_S = 1e-3
 put, copied = blocks._put_into, blocks.LeasedBlocks.copied
@@ -82,13 +84,6 @@ def replies(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple
     """The replies of an engine that keeps nothing, to the first prompts."""
     with VllmEngine(model, None, tmp_path_factory.mktemp("plain") / "log") as engine:
         return [engine.turn(prompt_of(number), None, COUNT).token_ids for number in range(12)]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A store that a test may do anything to."""
-    with ServerProcess(tmp_path / "data") as server:
-        yield server
 
 
 def offloading(model: Path, target: str, log: Path, *, host_chunks: int = 1024, **options: Any) -> VllmEngine:

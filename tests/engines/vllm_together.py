@@ -7,45 +7,22 @@ its own configuration and not by theirs.
 import itertools
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import ctxcache
-from lab.engines.families import SHAPE
 from lab.engines.vllm_process import VllmEngine
+from tests.engines.vllm_small import model, plain, store
 from tests.engines.vllm_tier import CHUNK_BYTES, FOUND, prompt_of, wait_for_blocks
 from tests.server_process import ServerProcess
 
+__all__ = ["model", "plain", "store"]
+
 COUNT = 16
 SESSION, OFFLOADING, FOREIGN = "CtxcacheConnector", "CtxcacheOffloadingConnector", "ForeignConnector"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with random weights, in files."""
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    """An engine that has no store and keeps nothing between requests."""
-    with VllmEngine(model, None, tmp_path_factory.mktemp("plain") / "log") as engine:
-        yield engine
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A store that a test may do anything to."""
-    with ServerProcess(tmp_path / "data") as server:
-        yield server
 
 
 def child(name: str, target: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:

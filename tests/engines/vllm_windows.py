@@ -5,7 +5,6 @@ that a window leaves behind while a prompt is still computed. Each reply is comp
 of the same model in an engine that computes every prompt.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,10 @@ from transformers import (
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import VllmEngine
 from tests.engines.vllm_matrix import damage
+from tests.engines.vllm_small import plain, store
 from tests.server_process import ServerProcess
+
+__all__ = ["plain", "store"]
 
 BLOCK_TOKENS = 32
 COUNT = 16
@@ -65,20 +67,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory: Path = tmp_path_factory.mktemp("models") / request.param
     build(config(**shape)).save_pretrained(directory)
     return directory
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    """An engine that has no store and keeps nothing between requests."""
-    with VllmEngine(model, None, tmp_path_factory.mktemp("plain") / "log") as engine:
-        yield engine
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A store that a test may do anything to."""
-    with ServerProcess(tmp_path / "data") as server:
-        yield server
 
 
 def opening(number: int, count: int = FAR) -> list[int]:

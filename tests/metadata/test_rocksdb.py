@@ -2,18 +2,16 @@
 
 import asyncio
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from metadata_contract import make_segment, make_session
+from refused_syncs import refused_syncs
 from rocksdict import Options, Rdict
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, TierFailure
@@ -89,25 +87,6 @@ def read_all(path: Path) -> int:
         return len(list(store.segments()))
     finally:
         store.close()
-
-
-@contextmanager
-def refused_syncs(path: Path) -> Iterator[None]:
-    """Put a pipe, which cannot be synced, in the place of the open log of the store at `path`."""
-    links = {int(name): Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208
-    fd = next(
-        fd
-        for fd, link in links.items()
-        if link.is_symlink() and re.match(f"{path}/.*log$", str(link.readlink()))
-    )
-    kept, (pipe_out, pipe_in) = os.dup(fd), os.pipe()
-    os.dup2(pipe_in, fd)
-    try:
-        yield
-    finally:
-        os.dup2(kept, fd)
-        for unused in (kept, pipe_out, pipe_in):
-            os.close(unused)
 
 
 @pytest.mark.parametrize("durability", ["durable", "logged"])
@@ -233,7 +212,7 @@ async def test_a_refused_sync_fails_every_commit_that_waits_for_it(tmp_path: Pat
     """No commit that shares a failed sync is told that all is well."""
     store = RocksDbMetadata(tmp_path / "metadata")
     commits = [Changes(segments=[make_segment(i)]) for i in range(10)]
-    with refused_syncs(tmp_path / "metadata"):
+    with refused_syncs(f"{tmp_path}/metadata/.*log"):
         outcomes = await asyncio.gather(
             *(store.commit(changes, is_durable=True) for changes in commits), return_exceptions=True
         )
@@ -248,7 +227,7 @@ async def test_a_durable_commit_is_synced_whatever_is_written_with_it(
 ) -> None:
     """Wherever it comes among those that share one write of the log."""
     store = RocksDbMetadata(tmp_path / "metadata")
-    with refused_syncs(tmp_path / "metadata"):
+    with refused_syncs(f"{tmp_path}/metadata/.*log"):
         # The log is written for the first one while the others come.
         commits = [
             store.commit(Changes(segments=[make_segment(i)]), is_durable=is_durable)
@@ -264,7 +243,7 @@ async def test_a_durable_commit_is_synced_whatever_is_written_with_it(
 async def test_a_store_stays_fenced_after_a_refused_sync(tmp_path: Path) -> None:
     """A later sync that would succeed is not asked: it says nothing of the writes that were lost."""
     store = RocksDbMetadata(tmp_path / "metadata")
-    with refused_syncs(tmp_path / "metadata"), pytest.raises(TierFailure):
+    with refused_syncs(f"{tmp_path}/metadata/.*log"), pytest.raises(TierFailure):
         await store.commit(Changes(segments=[make_segment(1)]), is_durable=True)
     with pytest.raises(TierFailure, match="fenced"):
         await store.commit(Changes(), is_durable=True)
@@ -276,7 +255,7 @@ async def test_a_store_stays_fenced_after_a_refused_sync(tmp_path: Path) -> None
 async def test_a_sync_that_waited_behind_a_refused_one_is_not_tried(tmp_path: Path) -> None:
     """The device would say that all is well, of writes that are gone."""
     store = RocksDbMetadata(tmp_path / "metadata")
-    with refused_syncs(tmp_path / "metadata"), pytest.raises(TierFailure):
+    with refused_syncs(f"{tmp_path}/metadata/.*log"), pytest.raises(TierFailure):
         await store.commit(Changes(segments=[make_segment(0)]), is_durable=True)
     with pytest.raises(TierFailure):
         store.sync_log()
@@ -287,7 +266,7 @@ async def test_closing_says_when_the_last_sync_is_refused(tmp_path: Path) -> Non
     """An orderly end that lost something is not silent, and still gives up the lock."""
     store = RocksDbMetadata(tmp_path / "metadata")
     await store.commit(Changes(segments=[make_segment(1)]), is_durable=False)
-    with refused_syncs(tmp_path / "metadata"), pytest.raises(TierFailure):
+    with refused_syncs(f"{tmp_path}/metadata/.*log"), pytest.raises(TierFailure):
         store.close()
 
     RocksDbMetadata(tmp_path / "metadata").close()
@@ -297,7 +276,7 @@ async def test_acknowledged_commits_outlive_a_refused_sync(tmp_path: Path) -> No
     """A restart after a fence finds everything that was acknowledged before it."""
     store = RocksDbMetadata(tmp_path / "metadata")
     await store.commit(Changes(segments=[make_segment(1)]), is_durable=True)
-    with refused_syncs(tmp_path / "metadata"), pytest.raises(TierFailure):
+    with refused_syncs(f"{tmp_path}/metadata/.*log"), pytest.raises(TierFailure):
         await store.commit(Changes(segments=[make_segment(2)]), is_durable=True)
     store.close()
 

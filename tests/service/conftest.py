@@ -7,7 +7,7 @@ import grpc
 import pytest
 from fakes import FakeClock
 from integrity import check_integrity
-from service_rig import Access, Client, GrpcWay, SocketWay
+from service_rig import Access, Client, GrpcWay, SocketWay, settings_in
 
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
@@ -20,10 +20,9 @@ SSD_BYTES = 4 << 20
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     """A small server without a Unix socket."""
-    return Settings(
-        data_directory=tmp_path / "data", listen="127.0.0.1:0", unix_socket="", arena_size_bytes=ARENA_BYTES,
-        ssd_size_bytes=SSD_BYTES, max_concurrent_rpcs=8, max_local_clients=4, max_bulk_connections=12,
-        max_concurrent_streams=8, client_share=0.75, drain_timeout_s=5, arena_huge_pages="off",
+    return settings_in(
+        tmp_path, arena_size_bytes=ARENA_BYTES, ssd_size_bytes=SSD_BYTES, max_concurrent_rpcs=8,
+        max_local_clients=4, max_bulk_connections=12, max_concurrent_streams=8, client_share=0.75,
     )  # fmt: skip
 
 

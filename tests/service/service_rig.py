@@ -10,6 +10,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import grpc
@@ -17,6 +18,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no py.typed
 
 from ctxcache.format.checksums import wire_checksum
+from ctxcache.settings.config import Settings
 from ctxcache.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -27,6 +29,19 @@ from ctxcache.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
+
+
+def settings_in(directory: Path, **others: Any) -> Settings:
+    """Settings of a server that lies in `directory` and listens on a free port alone."""
+    usual: dict[str, Any] = {"arena_size_bytes": 1 << 20, "ssd_size_bytes": 2 << 20, "drain_timeout_s": 5}
+    return Settings(
+        data_directory=directory / "data",
+        listen="127.0.0.1:0",
+        unix_socket="",
+        arena_huge_pages="off",
+        **(usual | others),
+    )
+
 
 TOKENS = model_pb2.StreamName(layer=-1, kind=model_pb2.STATE_KIND_TOKENS)
 HIDDEN = model_pb2.StreamName(layer=0, kind=model_pb2.STATE_KIND_HIDDEN)

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from fakes import FakeClock
 from hung_device import HungDevice
-from service_rig import Client, GrpcWay, all_rows, refused
+from service_rig import Client, GrpcWay, all_rows, refused, settings_in
 
 from ctxcache.errors import TierFailure
 from ctxcache.server.server import Server
@@ -39,17 +39,7 @@ TOKENS = 8
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     """A server for tests, with two SSD paths."""
-    return Settings(
-        data_directory=tmp_path / "data",
-        listen="127.0.0.1:0",
-        unix_socket="",
-        arena_size_bytes=1 << 20,
-        ssd_size_bytes=2 << 20,
-        ssd_directories=(tmp_path / "one", tmp_path / "two"),
-        arena_huge_pages="off",
-        drain_timeout_s=5,
-        fault_injection=True,
-    )
+    return settings_in(tmp_path, ssd_directories=(tmp_path / "one", tmp_path / "two"), fault_injection=True)
 
 
 def request(kind: wire.FaultKind.ValueType, **changes: Any) -> wire.InjectFaultRequest:

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from fakes import FakeClock
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from service_rig import Access, Client, SocketWay, refused, until
+from service_rig import Access, Client, SocketWay, refused, settings_in, until
 
 from ctxcache.core.placement.shares import Share
 from ctxcache.errors import TierFailure
@@ -27,16 +27,10 @@ FOR_OTHER = ((TENANT_HEADER, "other"),)
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     """A small server with two SSD paths, and a share for one tenant."""
-    return Settings(
-        data_directory=tmp_path / "data",
-        listen="127.0.0.1:0",
-        unix_socket="",
-        arena_size_bytes=1 << 20,
-        ssd_size_bytes=2 << 20,
+    return settings_in(
+        tmp_path,
         ssd_directories=(tmp_path / "one", tmp_path / "two"),
-        arena_huge_pages="off",
         tenant_shares={"default": Share(0.5)},
-        drain_timeout_s=5,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import expensive_calls as calls
 import grpc
 import pytest
-from service_rig import Client, refused
+from service_rig import Client, refused, settings_in
 
 from ctxcache.server.server import Server
 from ctxcache.service import convert, fairness
@@ -63,15 +63,7 @@ def longest() -> Iterator[list[int]]:
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     """A server with room for rows of many streams."""
-    return Settings(
-        data_directory=tmp_path / "data",
-        listen="127.0.0.1:0",
-        unix_socket="",
-        arena_size_bytes=64 << 20,
-        ssd_size_bytes=64 << 20,
-        arena_huge_pages="off",
-        drain_timeout_s=5,
-    )
+    return settings_in(tmp_path, arena_size_bytes=64 << 20, ssd_size_bytes=64 << 20)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 from hint_rig import seconds
-from service_rig import Client, all_rows
+from service_rig import Client, all_rows, settings_in
 
 from ctxcache.core.placement.shares import Share
 from ctxcache.server.server import Server
@@ -24,14 +24,10 @@ TOKENS = 640
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     """A small server: half of it is for whoever calls, and a quarter for one that has not come yet."""
-    return Settings(
-        data_directory=tmp_path / "data",
-        listen="127.0.0.1:0",
-        unix_socket="",
+    return settings_in(
+        tmp_path,
         arena_size_bytes=4 * MIB,
         ssd_size_bytes=4 * MIB,
-        arena_huge_pages="off",
-        drain_timeout_s=5,
         client_share=0.75,
         tenant_shares={"default": Share(0.5, 0.75), "other": Share(0.25)},
         retention_share=1,

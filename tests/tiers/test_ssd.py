@@ -4,7 +4,6 @@ import asyncio
 import fcntl
 import mmap
 import os
-import re
 import resource
 import shutil
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fakes import FakeClock
+from refused_syncs import refused_syncs
 from tier_contract import buffer
 
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration, TierFailure
@@ -41,23 +41,6 @@ def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
     yield open_tier
     for tier in tiers:
         tier.close()
-
-
-@contextmanager
-def refused_syncs(path: str) -> Iterator[None]:
-    """Put a pipe, which cannot be synced, in the place of this process's open file of that path."""
-    links = {int(name): Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208
-    fd = next(
-        fd for fd, link in links.items() if link.is_symlink() and re.fullmatch(path, str(link.readlink()))
-    )
-    kept, (pipe_out, pipe_in) = os.dup(fd), os.pipe()
-    os.dup2(pipe_in, fd)
-    try:
-        yield
-    finally:
-        os.dup2(kept, fd)
-        for unused in (kept, pipe_out, pipe_in):
-            os.close(unused)
 
 
 @contextmanager
