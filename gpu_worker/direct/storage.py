@@ -133,8 +133,7 @@ class DirectStorage:
                 streams=streams, end=end, if_generation_match=if_generation_match
             )
         self._look(self._client.ssd_files())
-        # A suspect is read through the store once: that verifies what it reads, and cuts or mends what is
-        # wrong.
+        # A suspect is read through the store once, which verifies what it reads, and cuts or mends the rest.
         is_suspect = session.name in self._suspects
         rows = self._client.sessions.open(session, model).read(
             streams=streams,

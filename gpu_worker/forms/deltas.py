@@ -278,8 +278,7 @@ class Chain:
             if self._kept is None:
                 raise BaseMismatch(stream=str(spec.stream), below=layer - 1, token=0)
             base, marks = self._kept
-            # The delta is to the base as it comes back, not as it was: a layer's error is that of its codes
-            # alone.
+            # The delta is to the base as it comes back, so that a layer's error is that of its codes alone.
             stored = pack_delta(rows.float() - base, kind, marks, self._rounding(layer))
         else:
             stored = as_stored(rows, spec)

@@ -90,8 +90,7 @@ class Snapshot:
             if not 0 < self.token_count <= token_count:
                 problem = f"it is of {self.token_count} tokens, the session has {token_count}"
                 raise SnapshotMismatch(layer=layer, problem=problem)
-            # States are compared with those that the model's own pass left in the proof: names, shapes and
-            # types.
+            # States are compared with those of the proof's own pass: names, shapes and types.
             _check(adapter, layer, states)
 
     def put(self, adapter: Adapter, cache: Cache) -> None:
@@ -249,8 +248,7 @@ class Snapshots:
     def latest(self, token_ids: Sequence[int], salt: bytes = b"") -> int:
         """The most of these tokens of which the store has a snapshot; 0 for none.
 
-        Looks for a snapshot of all tokens, and at every multiple of GRAIN_TOKENS. A store that fails has
-        none.
+        Looks for a snapshot of all tokens, and at multiples of GRAIN_TOKENS. A store that fails has none.
         """
         count = len(token_ids)
         # The end is looked for too: turns end anywhere, and leave a snapshot there.

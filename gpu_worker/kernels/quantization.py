@@ -52,8 +52,7 @@ def quantize(
     token_count, size = rows.shape
     if size > MOST_SIZE:
         raise ValueError(f"rows of {size} elements are longer than {MOST_SIZE}")
-    # Compared in the rows' own type: the order of magnitudes is the same in float32, which takes twice the
-    # memory.
+    # Compared in the rows' own type: the order is the same in float32, which takes twice the memory.
     places = rows.abs().topk(min(outlier_count, size), dim=1).indices
     outliers = rows.gather(1, places).float()
     # Outliers are taken out, so that none stretches the steps of its group.

@@ -556,8 +556,7 @@ class _Looker:
             self._called.pop()
 
     def _is_library(self, function: types.FunctionType) -> bool:
-        # The file decides: a decorator gives a function the name of what it wraps. Generated code has no
-        # file.
+        # The file decides: a decorator gives a function another's name. Generated code has no file.
         path = function.__code__.co_filename
         if path.startswith("<"):
             return path.startswith("<frozen") or _is_named(

@@ -269,8 +269,7 @@ def _with_inputs(adapter: Adapter) -> Adapter:
         with Capture(adapter, [Stream(0, StateKind.HIDDEN)], lambda *given: seen.append(given[2].clone())):
             for part in (ids[:2], ids[2:]):
                 run(adapter.model, cache, part.tolist())
-        # The tokens are cut otherwise than in the passes, the last ones first, so that each has other
-        # neighbours.
+        # Tokens are cut otherwise than in the passes, the last first, so that each has other neighbours.
         alone = [dict(inputs_of(adapter, ids[at], positions[at]))[0] for at in (slice(1, 3), slice(0, 1))]
         problem = _far(
             "inputs", torch.cat(alone[::-1]).cpu(), torch.cat(seen), _ROW_ROUNDING[adapter.model.dtype]

@@ -183,8 +183,7 @@ class SharedRound:
             self._group_name = self._ranks.group_name()
             self._say("terms", _encode({"group": self._group_name, "terms": terms}))
         else:
-            # Enter by the first rank's word: it has one round at a time, so all ranks enter rounds in one
-            # order.
+            # Enter by the first rank's word: it has one round at a time, which orders rounds for all ranks.
             heard = self._hear("terms", 0)
             self._enter()
             self._take_name()

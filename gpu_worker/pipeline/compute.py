@@ -381,8 +381,7 @@ class Modules:
             end = begin + len(rows)
             keys, values = self.restorer.layer(0, Method.HIDDEN, rows, begin=begin)
             target.room(0, begin, end).put(keys[0].transpose(0, 1), values[0].transpose(0, 1))
-            # Called behind `restorer.layer`, which takes rows for stored ones: deltas are marked with the
-            # ids.
+            # Called behind `restorer.layer`, which takes rows for stored ones: deltas are marked with ids.
             self.restorer.base(token_ids[begin:end], rows, begin)
 
 

@@ -448,8 +448,7 @@ class Restoration:
                 self._source.check()
             self._carry(part, (begin, end), slot, rows)
         except BaseException:
-            # A buffer that is bound to no event would never come back: the ring would be short of it for
-            # good.
+            # A buffer that is bound to no event never comes back: the ring would be short of it.
             self._rings.staging.drop(slot)
             raise
 
@@ -488,8 +487,7 @@ class Restoration:
             if arrival.is_verified:
                 summed = self._submit(self._lanes.verify, arrival.sum_up, brought)
             if self._share is not None:
-                # Other ranks use these rows: they are known to be right, and the session's, before they
-                # leave.
+                # Other ranks use these rows: they are right, and the session's, before they leave.
                 summed = self._submit(self._lanes.announce, partial(self._verify, arrival), summed)
             else:
                 # Compared when the layer is announced: until then

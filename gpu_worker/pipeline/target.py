@@ -33,8 +33,7 @@ from gpu_worker.kernels.operands import Pages
 class LayerRoom:
     """Where some tokens of one layer go.
 
-    `run_begin`: the tokens' first row, where they lie one behind the other in one page: copying is then
-    slicing.
+    `run_begin`: the tokens' first row, where they follow one another in one page: copying is then slicing.
     """
 
     pages: Pages

@@ -124,8 +124,7 @@ def baselines(
     layers: Sequence[LayerOptions], history: int, split_at: SplitAt | None
 ) -> Mapping[str, Assignment]:
     """Return the assignments by name; `split_at` is None where the engine does not split layers."""
-    # Names are those of papers and operators. A baseline that a layer cannot do is left out, not
-    # approximated.
+    # Papers and operators use these names. A baseline that a layer cannot do is left out.
     ways = _ways(layers)
     assignments = {
         RECOMPUTE: _assignment(ways, MethodCounts(len(layers), 0, 0)),

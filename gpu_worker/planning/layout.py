@@ -4,9 +4,8 @@ Considers what the planner would choose for each expected return if everything w
 for all layers and nothing but token ids. The least expected seconds win, and of equals the smallest
 layout.
 
-A packed kind costs what it cost in the predictions of small real models, the worst of which counts
-(docs/worker.md). A layout that packs some layers loses no more than one that packs all by the worst of its
-kinds.
+A packed kind costs what it cost in the predictions of small real models, of which the worst counts
+(docs/worker.md). A layout that packs some layers loses no more than one that packs all by its worst kind.
 
 Pure. Worst case: returns unlike those expected, which are served slower; or a model that takes rounding
 worse than those measured, which `lab/studies/quantization.py` measures.

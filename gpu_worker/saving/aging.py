@@ -56,8 +56,7 @@ from gpu_worker.planning.profile import NO_LIMIT, Profile, StatePlace
 log = logging.getLogger(__name__)
 
 RENT_S_PER_GB_HOUR = 0.059
-"""Seconds of a machine that cost as much as 10^9 bytes on SSD for an hour, by `ctxcache simulate`'s
-prices."""
+"""Seconds of a machine that cost what 10^9 bytes on SSD cost in an hour, in `ctxcache simulate`."""
 THAW_S = 300.0
 """A session that was used so lately is in use again."""
 THAW_RETURNS = 2

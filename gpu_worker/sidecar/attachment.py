@@ -109,11 +109,9 @@ class Running:
     def stop(self, error: CacheError) -> bool:
         """End the restore.
 
-        True: nothing was written, nor will be. Else the restore is cancelled, and `ended` says when it is at
-        rest.
+        True: nothing was written, nor will be. Else the restore is cancelled, and `ended` tells of its end.
         """
-        # The restore writes: its pipeline is cancelled, and its thread tells the end when all lanes are at
-        # rest.
+        # The restore writes: its pipeline is cancelled, and its thread tells the end when lanes are at rest.
         if not self.control.end(error):
             return False
         self._events.put_nowait(End(error))
@@ -190,8 +188,7 @@ class Attachment:
             if shared := running.block_ids & other.block_ids:
                 raise BlockInUse(block_id=min(shared), restore_id=other_id)
         self.running[restore_id] = running
-        # `running` forgets a restore as soon as nothing is written for it, `threads` when its thread has
-        # ended.
+        # `running` forgets a restore when nothing is written for it, `threads` when its thread has ended.
         self.threads.add(running.ended)
         running.ended.add_done_callback(self.threads.discard)
 
@@ -217,8 +214,7 @@ class Attachment:
         """Bytes of the save area. Raises InvalidArgument."""
         if self.save_area is None:
             raise InvalidArgument(field="attachment_id", problem="was attached without a save area")
-        # Checked before each use: an engine may have shrunk its shared memory, and touching what is gone is
-        # SIGBUS.
+        # Checked before each use: an engine may have shrunk its shared memory, and a touch is then SIGBUS.
         self.save_area.check()
         if not 0 <= offset <= self.save_area.size_bytes - size_bytes:
             problem = f"{stream}: bytes [{offset}, {offset + size_bytes}) are not within the save area"

@@ -141,8 +141,7 @@ class Attachments:
 
         Raises MemoryInUse.
         """
-        # Attachments that are not listed too: a restore of an engine that left may still write to that
-        # memory.
+        # Attachments that are not listed too: a restore of an engine that left may still write there.
         sharing = [each for each in self._mapped if attachment.shares_memory(each)]
         for other in sharing:
             if other.attachment_id in self._by_id and other.engine != attachment.engine:

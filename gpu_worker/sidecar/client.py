@@ -306,8 +306,7 @@ class PassedDescriptors(Closing):
             self._socket.connect(path)
             rights = array.array("i", fds)
             self._socket.sendmsg([self.ticket], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-            # Wait for the answer: an attach that names the ticket may reach the worker before the descriptors
-            # do.
+            # Wait for the answer: an attach with the ticket may reach the worker before the descriptors do.
             is_taken = self._socket.recv(1) == b"\x01"
         except OSError as error:
             self._socket.close()

@@ -370,8 +370,7 @@ class AttachedModels:
         )
         self._lock = threading.Lock()
         self._reading: dict[tuple[Path, bytes, ModelShare | None], threading.Lock] = {}
-        """Held while a model is read: two engines of one model read it once, and others do not wait for
-        it."""
+        """Held while a model is read: two engines of one model read it once, and hold up no others."""
 
     def get(self, directory: Path, spec: ModelSpec, share: ModelShare | None = None) -> AttachedModel:
         """The model, or a share of it, read if no engine has it attached.

@@ -136,8 +136,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         #     checked ─► admitted (restores.take) ─► blocks and name taken (attachment.begin) ─► thread
         #     thread ends ─► place, name and blocks are given back ─► End ─► result
         #
-        # Once a restore writes, its blocks are free when the thread has ended, not when the engine stops
-        # listening.
+        # Once a restore writes, its blocks are free when its thread has ended, not when its stream has.
         attachment = self._attachments.used(request.attachment_id)
         asked, timeout_s = asking.restore(request, attachment, self._settings.longest_restore_s)
         touched = asking.touched_blocks(asked, attachment.layout.block_tokens)

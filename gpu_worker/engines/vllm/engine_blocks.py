@@ -131,8 +131,7 @@ class EngineBlocks:
                     if self.device.type == "cpu":
                         blocks = torch.from_numpy(pages.numpy()[_chosen(ids)])
                     else:
-                        # The saver's own copy may end after the engine's next write to these blocks: copy
-                        # them first.
+                        # Copy the blocks: the saver's own copy may end after the engine's next write to them.
                         blocks = pages.index_select(0, torch.tensor(ids, device=self.device))
                     self._saver.put(number, StateKind.ENGINE_BLOCK, blocks.reshape(count, -1))
 
