@@ -98,8 +98,8 @@ def machine(
         return measured.model, measured.profile
     if not hardware and not no_profile:
         sys.stderr.write(f"no profile of {model} on this machine; by datasheet: {DEFAULT_HARDWARE}\n")
-    found = _named_profile(hardware or DEFAULT_HARDWARE, gpu_count, ssd_count)
-    return _named_model(model, element_bytes), replace(found, is_direct=found.is_direct and not staged)
+    profile = _named_profile(hardware or DEFAULT_HARDWARE, gpu_count, ssd_count)
+    return _named_model(model, element_bytes), replace(profile, is_direct=profile.is_direct and not staged)
 
 
 def engine(*, no_recompute: bool, by_layer: bool, split: bool, allow_loss: str) -> EngineAbilities:
@@ -152,8 +152,8 @@ def _measured(model: str, profile_file: Path | None, directory: Path | None) -> 
             raise InvalidArgument(field="--profile", problem=f"{profile_file} is no file")
         return read_profile(profile_file)
     pattern = profile_path(Path(), hardware="hardware", model=model).name.replace("hardware", "*", 1)
-    found = sorted(profile_directory(directory).glob(pattern), key=lambda path: path.stat().st_mtime_ns)
-    return read_profile(found[-1]) if found else None
+    paths = sorted(profile_directory(directory).glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+    return read_profile(paths[-1]) if paths else None
 
 
 def _named_model(name: str, element_bytes: int) -> ModelShape:

@@ -224,9 +224,9 @@ class FileLanding(BatchLanding):
         """See Arrival."""
         self._ended()
 
-    def first_wrong(self, found: Sequence[int]) -> CacheError | None:
+    def first_wrong(self, checksums: Sequence[int]) -> CacheError | None:
         """See Judge."""
-        for expected, checksum in zip(self.expected, found, strict=True):
+        for expected, checksum in zip(self.expected, checksums, strict=True):
             if not expected.is_right(checksum):
                 return expected.wrong()
         return None

@@ -355,9 +355,9 @@ def _tables(found: Any_) -> tuple[Tensor, ...]:
 
 def _attention(block: nn.Module) -> nn.Module | None:
     """The block's one module with K and V projections."""
-    found = [module for _, module in block.named_modules() if _is_attention(module)]
+    attentions = [module for _, module in block.named_modules() if _is_attention(module)]
     # A block with cross-attention has two: nothing says which one the cache is of.
-    return found[0] if len(found) == 1 else None
+    return attentions[0] if len(attentions) == 1 else None
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -109,9 +109,9 @@ class Libcuda:
 
     def uuid(self, device: int) -> bytes:
         """See Driver."""
-        found = _Uuid()
-        self._call("cuDeviceGetUuid", ctypes.byref(found), self._device(device))
-        return bytes(found.bytes)
+        uuid = _Uuid()
+        self._call("cuDeviceGetUuid", ctypes.byref(uuid), self._device(device))
+        return bytes(uuid.bytes)
 
     def open_ipc(self, handle: bytes) -> int:
         """See Driver."""
@@ -123,9 +123,9 @@ class Libcuda:
 
     def is_ipc_capable(self, address: int) -> bool:
         """Whether `ipc_handle` can be had of the allocation that an address lies in."""
-        found = ctypes.c_int()
-        self._call("cuPointerGetAttribute", ctypes.byref(found), _IS_IPC_CAPABLE, ctypes.c_uint64(address))
-        return bool(found.value)
+        answer = ctypes.c_int()
+        self._call("cuPointerGetAttribute", ctypes.byref(answer), _IS_IPC_CAPABLE, ctypes.c_uint64(address))
+        return bool(answer.value)
 
     def ipc_handle(self, address: int) -> bytes:
         """The handle of the allocation that an address lies in, for other processes."""

@@ -669,9 +669,9 @@ def filled_cells(function: types.FunctionType) -> Iterator[types.CellType]:
 
 
 def _library_directories() -> tuple[str, ...]:
-    found = (sys.modules.get(name) for name in _LIBRARIES)
+    modules = (sys.modules.get(name) for name in _LIBRARIES)
     return tuple(
-        f"{path}/" for module in found if module is not None for path in getattr(module, "__path__", ())
+        f"{path}/" for module in modules if module is not None for path in getattr(module, "__path__", ())
     )
 
 

@@ -196,8 +196,8 @@ def _going_on(model: PreTrainedModel, parts: Anatomy) -> Anatomy:
             continue
         count_positions(model, is_counting_anew=is_counting_anew)
         cache = DynamicCache(config=model.config)
-        found = [run(model, cache, part) for part in passes][-1]
-        if not _far("logits", found, whole, _ROUNDING[model.dtype]):
+        logits = [run(model, cache, part) for part in passes][-1]
+        if not _far("logits", logits, whole, _ROUNDING[model.dtype]):
             known = (
                 each and replace(each, is_stepwise=is_stepwise, states=_described(each, cache))
                 for each in parts.recurrences

@@ -195,8 +195,8 @@ class SharedRound:
         # different ones, and gathering needs the same batches.
         first = self._share.stage * self._share.tensor_ranks
         heard = self._hear(f"pieces/{self._share.stage}", first)
-        found: Sequence[Any] = heard["pieces"]
-        return found
+        theirs: Sequence[Any] = heard["pieces"]
+        return theirs
 
     def ready(self) -> None:
         """See Round."""

@@ -334,9 +334,9 @@ def _held_of(plan: RestorePlan, held: Collection[Stream]) -> RestorePlan:
     def method(layer: int, wanted: Method) -> Method:
         if wanted in (Method.TOKENS, Method.NOTHING):
             return wanted
-        # Only exact ones beside what was asked for: a caller's plan says which loss it accepts.
-        found = (each for each in (wanted, *_EXACT) if Stream(layer, each.kind) in held)
-        return next(found, Method.TOKENS)
+        # Only exact methods stand in for the wanted one: a caller's plan says which loss it accepts.
+        there = (way for way in (wanted, *_EXACT) if Stream(layer, way.kind) in held)
+        return next(there, Method.TOKENS)
 
     methods = tuple(method(layer, wanted) for layer, wanted in enumerate(plan.methods))
     try:

@@ -242,7 +242,7 @@ class BatchLanding:
     bringer: PlaneBringer | None = None
     pieces: Sequence[ChunkPiece] = ()
     judge: Judge | None = None
-    found: Sums | None = None
+    checksums: Sums | None = None
 
     @property
     def is_awaited(self) -> bool:
@@ -277,13 +277,13 @@ class BatchLanding:
 
     def sum_up(self) -> None:
         """See Arrival."""
-        self.found = self.sums.add(self.into.reshape(-1), self.pieces)
+        self.checksums = self.sums.add(self.into.reshape(-1), self.pieces)
 
     def check(self) -> None:
         """See Arrival."""
-        if self.found is None or self.judge is None:
+        if self.checksums is None or self.judge is None:
             return
-        error = self.judge(self.found())
+        error = self.judge(self.checksums())
         if error is not None:
             raise error
 

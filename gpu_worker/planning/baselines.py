@@ -184,8 +184,8 @@ def _assignment(ways: Sequence[_Ways], schedule: MethodCounts) -> Assignment | N
 
 def _assigned(recomputed_count: int, options: Sequence[Option | None]) -> Assignment | None:
     """None where a layer has no such option."""
-    found = tuple(option for option in options if option is not None)
-    return Assignment(recomputed_count, found) if len(found) == len(options) else None
+    present = tuple(option for option in options if option is not None)
+    return Assignment(recomputed_count, present) if len(present) == len(options) else None
 
 
 def _times(ways: Sequence[_Ways]) -> LayerTimes | None:

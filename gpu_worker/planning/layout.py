@@ -219,9 +219,9 @@ def _candidates(case: _Case) -> Iterator[Kinds]:
                 yield kinds
     for some in _sets_of_kinds(case.engine):
         held = tuple(tuple(kind for kind in layer.kinds if kind in some) for layer in layers)
-        for each in case.returns:
+        for back in case.returns:
             with suppress(InvalidArgument):
-                methods = plan(_request(case, held, each)).methods
+                methods = plan(_request(case, held, back)).methods
                 yield tuple(None if method in (None, Method.TOKENS) else method.kind for method in methods)
 
 

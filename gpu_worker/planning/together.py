@@ -227,5 +227,5 @@ def _at(piece: LayerPiece, price: float) -> LayerPiece:
 
 
 def _block(timed: tuple[Step, float, float, float]) -> StreamBlock:
-    each = timed[0]
-    return step(read_s=each.read_s, copy_s=each.copy_s, compute_s=each.compute_s)
+    work = timed[0]
+    return step(read_s=work.read_s, copy_s=work.copy_s, compute_s=work.compute_s)

@@ -186,8 +186,8 @@ class Aging:
 
     def due(self, session: SessionInfo, idle_s: float) -> Form | None:
         """The form that is due for a session that has been idle for so long; None where it has that form."""
-        found = self.look(session, idle_s)
-        return None if found is None else found.due
+        look = self.look(session, idle_s)
+        return None if look is None else look.due
 
     def look(self, session: SessionInfo, idle_s: float) -> SessionLook | None:
         """A session that has been idle for so long; None for one without tokens, or with several kinds."""
@@ -264,9 +264,9 @@ class Aging:
             at_s = time.time() if now_s is None else now_s
             idle_s = at_s - (listed.access_time_ns or 0) / 1e9
             # A pin says that somebody wants the session as it is.
-            found = None if listed.is_pinned else self.look(listed, idle_s)
-            if found is not None:
-                yield found
+            look = None if listed.is_pinned else self.look(listed, idle_s)
+            if look is not None:
+                yield look
 
     def _listed(self) -> Iterator[SessionInfo]:
         for listed in self._client.sessions.list(self._model.name):

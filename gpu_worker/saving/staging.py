@@ -430,7 +430,7 @@ class StagingBuffers:
         if newest is not None and newest.mark is None:
             # A device that has failed leaves the pass as it is.
             with suppress(RuntimeError):
-                self._let_go(newest)
+                self._mark_end(newest)
 
     @contextmanager
     def capturing(self, row_count: int) -> Iterator[StagedPass]:
@@ -502,15 +502,15 @@ class StagingBuffers:
         try:
             if self.device_ring is not None and frame.in_ring is not None:
                 run = slice(frame.rows.begin, frame.rows.end)
-                found = self.device_ring.leave(frame.in_ring)
-                for (_, tensor), rows in zip(self._groups, found, strict=True):
+                groups = self.device_ring.leave(frame.in_ring)
+                for (_, tensor), rows in zip(self._groups, groups, strict=True):
                     self._copies.copy(tensor[:, run], rows)
         finally:
-            self._let_go(frame)
+            self._mark_end(frame)
         if frame.targets:
             raise _missing(frame)
 
-    def _let_go(self, frame: StagedPass) -> None:
+    def _mark_end(self, frame: StagedPass) -> None:
         """Mark the end of a pass's copies. Raises RuntimeError."""
         mark = self._copies.mark()
         if frame.in_ring is not None:

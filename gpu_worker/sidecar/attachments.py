@@ -85,9 +85,9 @@ class Attachments:
 
     def used(self, attachment_id: str) -> Attachment:
         """The attachment of an id, which is used now. Raises AttachmentNotFound."""
-        found = self.get(attachment_id)
-        found.used_s = time.monotonic()
-        return found
+        attachment = self.get(attachment_id)
+        attachment.used_s = time.monotonic()
+        return attachment
 
     async def attach(self, hello: attachment_pb2.AttachHello) -> Attachment:
         """Attach an engine; another one of that name is detached first. Raises as the proto says."""
@@ -129,7 +129,7 @@ class Attachments:
             while (before := self._before(attachment)) is not None:
                 await self.evict(before, EngineTakenOver(engine=hello.engine))
         except BaseException:
-            self._let_go(attachment)
+            self._unmap(attachment)
             raise
         # No await between the last look at the others and here: nobody can come between.
         self._mapped.append(attachment)
@@ -180,9 +180,9 @@ class Attachments:
         if not attachment.is_closed:
             attachment.is_closed = True
             self._mapped.remove(attachment)
-            self._let_go(attachment)
+            self._unmap(attachment)
 
-    def _let_go(self, attachment: Attachment) -> None:
+    def _unmap(self, attachment: Attachment) -> None:
         self._mapped_bytes -= attachment.mapped_bytes
         attachment.close()
         self.room.give_back()

@@ -401,8 +401,8 @@ class AttachedModels:
         return AttachedModel(weights, self._profile(weights), share, link)
 
     def _profile(self, weights: LazyWeights) -> Profile:
-        found = None if self._profile_directory is None else self._kept(weights, self._profile_directory)
-        return found or known_profile("h100" if self._device.type == "cuda" else "cpu")
+        kept = None if self._profile_directory is None else self._kept(weights, self._profile_directory)
+        return kept or known_profile("h100" if self._device.type == "cuda" else "cpu")
 
     def _kept(self, weights: LazyWeights, directory: Path) -> Profile | None:
         """The model's profile as it was measured on this machine."""

@@ -425,6 +425,6 @@ async def _has_left(requests: AsyncIterator[worker_pb2.AttachRequest]) -> bool:
 
 
 def _duration(seconds: float) -> Duration:
-    found = Duration()
-    found.FromNanoseconds(round(seconds * 1e9))
-    return found
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

@@ -241,8 +241,8 @@ def directory_of(config: "VllmConfig") -> Path:
     if Path(model.model).is_dir():
         return Path(model.model)
     cache = config.load_config.download_dir
-    found = snapshot_download(model.model, revision=model.revision, cache_dir=cache, local_files_only=True)
-    return Path(found)
+    files = snapshot_download(model.model, revision=model.revision, cache_dir=cache, local_files_only=True)
+    return Path(files)
 
 
 def engine_facts(config: "VllmConfig") -> str:

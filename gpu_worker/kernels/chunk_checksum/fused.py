@@ -99,7 +99,7 @@ class ChunkSums:
         _chunk_ends[(len(pieces),)](
             words, data, table.rows, self._words, table.sums, self._states, table.checksums, num_warps=1
         )
-        return self._found(table.checksums, table.are_last)
+        return self._to_host(table.checksums, table.are_last)
 
     def _table(self, data: Tensor, pieces: Sequence[ChunkPiece]) -> _Table:
         rows, first = [], 0
@@ -144,7 +144,7 @@ class ChunkSums:
         table = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
         return table.to(self._device, non_blocking=True)
 
-    def _found(self, checksums: Tensor, is_last: Sequence[bool]) -> Sums:
+    def _to_host(self, checksums: Tensor, is_last: Sequence[bool]) -> Sums:
         is_pinned = self._device.type == "cuda"
         on_host = torch.empty(checksums.shape, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
         # The caller's event says when this copy has ended: this function waits for nothing.
