@@ -137,12 +137,12 @@ class FaultySsdFiles(SsdFiles):
     ) -> None:
         """See Tier."""
         # A path that owes operations refuses first, as the real one would.
-        self._files[slot.path_index].check_returns()
+        self.files[slot.path_index].check_returns()
         await self._delay(FaultKind.SSD_READ_DELAY, slot)
         if fault := self._faults.strike(FaultKind.SSD_READ_ERROR, slot.path_index):
             problem = _problem("read", fault, slot)
             # Counted by the path's health, so that three of them fence it.
-            self._files[slot.path_index].health.read_failed(problem)
+            self.files[slot.path_index].health.read_failed(problem)
             raise TierFailure(path=self.paths[slot.path_index], problem=problem)
         if self._faults.strike(FaultKind.SSD_READ_BIT_FLIP, slot.path_index):
             then = _flipping(into, pieces, then)
@@ -152,7 +152,7 @@ class FaultySsdFiles(SsdFiles):
         self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
     ) -> None:
         """See Tier. A call that is refused anyway meets no fault."""
-        health = self._files[slot.path_index].health
+        health = self.files[slot.path_index].health
         health.check()
         await self._delay(FaultKind.SSD_WRITE_DELAY, slot)
         if fault := self._faults.strike(FaultKind.SSD_WRITE_ERROR, slot.path_index):
@@ -163,7 +163,7 @@ class FaultySsdFiles(SsdFiles):
 
     async def _probe(self, index: int) -> None:
         """See SsdFiles. A device of which reads are refused is one that a probe cannot read either."""
-        health = self._files[index].health
+        health = self.files[index].health
         if health.is_doubted and (fault := self._faults.strike(FaultKind.SSD_READ_ERROR, index)):
             health.lose(f"a probe: {os.strerror(fault.error_number)} (injected)")
             return
@@ -174,7 +174,7 @@ class FaultySsdFiles(SsdFiles):
             delay_s = fault.delay_ns / 10**9
             # As on a slow device it is a thread of the path that waits, and it is an operation that grows
             # old.
-            file = self._files[slot.path_index]
+            file = self.files[slot.path_index]
             await file.occupy(lambda: time.sleep(delay_s), is_read=kind is FaultKind.SSD_READ_DELAY)
 
 

@@ -25,7 +25,7 @@ class FailingServer(RunningServer):
             self._refuse(self._flags[self._turn_count])
 
     def _refuse(self, flags: int) -> None:
-        file = self._server.storage.ssd._files[0]
+        file = self._server.storage.ssd.files[0]
         refusing = os.open(file.path, flags | os.O_DIRECT)
-        os.dup2(refusing, file._fd)
+        os.dup2(refusing, file.fd)
         os.close(refusing)

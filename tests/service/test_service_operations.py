@@ -302,7 +302,7 @@ async def test_a_drain_that_gets_nowhere_holds_up_no_end(settings: Settings) -> 
         client = Client(channel)
         await client.register()
         await stored(client)
-        for file in server.storage.ssd._files:
+        for file in server.storage.ssd.files:
             file.health.fence("it is broken")
         drain = client.admin.Drain(ops.DrainRequest())
         assert not (await drain.read()).is_done

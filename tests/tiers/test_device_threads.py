@@ -109,12 +109,12 @@ async def test_a_device_that_begins_to_hang_at_the_end_does_not_keep_it(
     tier = SsdFiles([SsdPath(str(tmp_path / "0"), 16 << 20)], hang_after_s=HANG_AFTER_S, clock=FakeClock())
     device = HungDevice(tier.paths[0], ("preadv",))
     with device.hung(monkeypatch):
-        probe = tier._files[0].start_probe()
+        probe = tier.files[0].start_probe()
         device.came.wait()
         closing = threading.Thread(target=tier.close, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, PATIENCE_S)
-        is_closed, fd = not closing.is_alive(), tier._files[0]._fd
+        is_closed, fd = not closing.is_alive(), tier.files[0].fd
         device.answer()
         assert probe is not None
         await asyncio.wrap_future(probe)

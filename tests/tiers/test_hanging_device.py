@@ -138,7 +138,7 @@ async def test_closing_does_not_wait_for_it(
         with pytest.raises(TierFailure) as caught:
             await caller
         tier.close()
-        fds = [file._fd for file in tier._files]
+        fds = [file.fd for file in tier.files]
         device.answer()
         assert caught.value.returned
         await caught.value.returned

@@ -284,8 +284,8 @@ async def test_a_device_that_is_gone_is_found_by_a_probe_and_taken_again(tmp_pat
     tier = SsdFiles([SsdPath(str(place), 4 * ALIGN_BYTES)])
     try:
         await tier.write(Slot(0, 0, ALIGN_BYTES), 0, page := memoryview(mmap.mmap(-1, ALIGN_BYTES)))
-        file = tier._files[0]
-        kept, file._fd = file._fd, os.open("/dev/null", os.O_WRONLY)
+        file = tier.files[0]
+        kept, file.fd = file.fd, os.open("/dev/null", os.O_WRONLY)
         place.rename(tmp_path / "away")
         await tier.probe()
         lost = tier.refusals

@@ -236,14 +236,15 @@ class SsdFiles:
         the page cache even where the filesystem could do without. Raises InvalidConfiguration,
         CapacityExceeded (no room to allocate), DataDirectoryUnusable.
         """
-        self._files: list[_File] = []
+        self.files: list[_File] = []
+        """One for each path, in their order. To be looked at, not changed."""
         self._clock = clock or SystemClock()
         self._next_probe_ns = 0
         self._hang_after_s = hang_after_s
         try:
             for directory in directories:
                 health = PathHealth(str(Path(directory.directory) / SEGMENTS_FILE), self._clock)
-                self._files.append(
+                self.files.append(
                     _File(directory, threads_per_path, health, self._clock, allow_direct=allow_direct)
                 )
         except BaseException:
@@ -253,23 +254,23 @@ class SsdFiles:
     @property
     def paths(self) -> tuple[str, ...]:
         """See Tier."""
-        return tuple(file.path for file in self._files)
+        return tuple(file.path for file in self.files)
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:
         """See Tier."""
-        return tuple(file.size_bytes for file in self._files)
+        return tuple(file.size_bytes for file in self.files)
 
     @property
     def io_modes(self) -> tuple[IoMode, ...]:
         """How each path is accessed."""
-        return tuple(file.io_mode for file in self._files)
+        return tuple(file.io_mode for file in self.files)
 
     @property
     def refusals(self) -> dict[int, TierRefusal]:
         """See Tier."""
         by_path: dict[int, TierRefusal] = {}
-        for i, file in enumerate(self._files):
+        for i, file in enumerate(self.files):
             refusal = file.health.refusal
             if refusal is not None:
                 by_path[i] = refusal
@@ -278,7 +279,7 @@ class SsdFiles:
     @property
     def emptied(self) -> Collection[int]:
         """See DeviceTier."""
-        return [i for i, file in enumerate(self._files) if file.is_new]
+        return [i for i, file in enumerate(self.files) if file.is_new]
 
     async def probe(self) -> None:
         """See DeviceTier.
@@ -290,23 +291,23 @@ class SsdFiles:
         if is_due:
             # The time is set before the probes: one that hangs does not make the next look come early.
             self._next_probe_ns = now_ns + PROBE_INTERVAL_NS
-        doubted = [i for i, file in enumerate(self._files) if is_due or file.health.is_doubted]
+        doubted = [i for i, file in enumerate(self.files) if is_due or file.health.is_doubted]
         await asyncio.gather(*map(self._probe, doubted))
 
     async def _probe(self, index: int) -> None:
-        probe = self._files[index].start_probe()
+        probe = self.files[index].start_probe()
         # A probe that is late is not waited for. Its thread reports when it is back.
         if probe is not None:
             await asyncio.wait([asyncio.wrap_future(probe)], timeout=PROBE_PATIENCE_S)
 
     def give_up_overdue(self) -> None:
         """See DeviceTier."""
-        for file in self._files:
+        for file in self.files:
             file.give_up_overdue(self._hang_after_s)
 
     def hold(self, index: int, is_held: bool) -> None:  # noqa: FBT001  it is the value itself
         """Keep a path from writes, or let it take writes again. Its bytes are read in any case."""
-        self._files[index].health.hold(is_held=is_held)
+        self.files[index].health.hold(is_held=is_held)
 
     async def read(
         self,
@@ -333,20 +334,20 @@ class SsdFiles:
     async def sync(self, path_indexes: Collection[int]) -> None:
         """See Tier. Paths sync side by side; callers that wait for the same path share a sync."""
         for index in path_indexes:
-            self._files[index].check_returns()
-        syncs = [asyncio.wrap_future(self._files[index].join_sync()) for index in path_indexes]
+            self.files[index].check_returns()
+        syncs = [asyncio.wrap_future(self.files[index].join_sync()) for index in path_indexes]
         # The syncs are shielded: one caller's cancellation must not cancel the sync of the others.
         await asyncio.shield(asyncio.gather(*syncs))
 
     def close(self) -> None:
         """See Tier."""
-        for file in self._files:
+        for file in self.files:
             file.close(self._hang_after_s)
 
     def _file(self, slot: Slot, begin: int, size_bytes: int, pieces: Sequence[Range] | None) -> "_File":
         """Find the slot's file. Raises ValueError: an unaligned or stray range is a bug."""
         # A wrong slot would overwrite another session's bytes: the range is checked here, behind all callers.
-        file = self._files[slot.path_index]
+        file = self.files[slot.path_index]
         is_in_slot = begin >= 0 and begin + size_bytes <= slot.size_bytes
         if not is_in_slot or not 0 <= slot.offset_bytes <= file.size_bytes - slot.size_bytes:
             raise ValueError(f"[{begin}, {begin + size_bytes}) of {slot} is not in {file.path}")
@@ -372,7 +373,7 @@ class _File:
         self.health = health
         self.is_new = False
         self._place, self._allow_direct = place, allow_direct
-        self._fd, self.io_mode = -1, IoMode(self.path, is_direct=False, reason="it is not there")
+        self.fd, self.io_mode = -1, IoMode(self.path, is_direct=False, reason="it is not there")
         # Old descriptors stay open: a thread may still be in a call on one, whose number another file would
         # get.
         self._old_fds: list[int] = []
@@ -428,8 +429,8 @@ class _File:
         # The arena is page-aligned, and is read into directly. Other buffers go through a thread's own page.
         target = into if is_placed else self._aligned(into.nbytes)
         try:
-            # `_fd` is read at each call: a device that came back has another one.
-            _loop(self._fd, os.preadv, offset, target)
+            # `fd` is read at each call: a device that came back has another one.
+            _loop(self.fd, os.preadv, offset, target)
         except OSError as error:
             problem = f"read of {error.strerror}"
             self.health.read_failed(problem)
@@ -443,7 +444,7 @@ class _File:
         if not is_placed:
             np.copyto(np.frombuffer(source, np.uint8), np.frombuffer(data, np.uint8))
         try:
-            _loop(self._fd, os.pwritev, offset, source)
+            _loop(self.fd, os.pwritev, offset, source)
         except OSError as error:
             problem = f"write of {error.strerror}"
             self.health.write_failed(problem, error.errno)
@@ -492,17 +493,17 @@ class _File:
         if any(threads.is_busy for threads in self._threads):
             return
         # The lock goes with the descriptor, so that the descriptor goes last.
-        for fd in (self._fd, *self._old_fds):
+        for fd in (self.fd, *self._old_fds):
             if fd >= 0:
                 os.close(fd)
-        self._fd, self._old_fds = -1, []
+        self.fd, self._old_fds = -1, []
 
     def _open_first(self) -> None:
         if self._place.absence:
             self.health.lose(self._place.absence)
             return
         try:
-            self._fd, self.io_mode, self.is_new = _open(
+            self.fd, self.io_mode, self.is_new = _open(
                 self.path, self._place, allow_direct=self._allow_direct
             )
         except DataDirectoryUnusable as error:
@@ -523,13 +524,13 @@ class _File:
     def _probe(self) -> None:
         if self._owes():
             return
-        if self._fd >= 0:
+        if self.fd >= 0:
             self._look_for_file()
             # One page is read in the usual case. A doubted device is read in eight places, spread over its
             # size: a few bad places are damage, all of them are a loss.
-            first = self._probe_in(self._fd, PROBE_COUNT if self.health.is_doubted else 1)
+            first = self._probe_in(self.fd, PROBE_COUNT if self.health.is_doubted else 1)
             # One bad page makes the probe read all places.
-            problems = first if not any(first) else self._probe_in(self._fd, PROBE_COUNT)
+            problems = first if not any(first) else self._probe_in(self.fd, PROBE_COUNT)
             if not any(problems):
                 self._found()
                 return
@@ -580,7 +581,7 @@ class _File:
         The directory was unmounted, moved or removed.
         """
         try:
-            there, open_now = os.stat(self.path), os.fstat(self._fd)  # noqa: PTH116  no Path in this class
+            there, open_now = os.stat(self.path), os.fstat(self.fd)  # noqa: PTH116  no Path in this class
             # Device and inode are compared. A moved directory has the same file under another path, and an
             # unmounted one shows the files below its mount point.
             is_there = (there.st_dev, there.st_ino) == (open_now.st_dev, open_now.st_ino)
@@ -610,9 +611,9 @@ class _File:
             os.close(fd)
             return False
         # Reads from before the loss may still be in the kernel.
-        if self._fd >= 0:
-            self._old_fds.append(self._fd)
-        self._fd, self.io_mode = fd, mode
+        if self.fd >= 0:
+            self._old_fds.append(self.fd)
+        self.fd, self.io_mode = fd, mode
         self.health.displace("")
         return True
 
@@ -624,7 +625,7 @@ class _File:
         try:
             # fdatasync is enough: the file's size never changes, and its blocks are allocated, so that no
             # metadata has to follow.
-            os.fdatasync(self._fd)
+            os.fdatasync(self.fd)
         except OSError as error:
             problem = f"fdatasync: {error.strerror}"
             self.health.fence(problem)
