@@ -97,7 +97,7 @@ class DeviceRing:
         self._recover()
         rows = self._take(count)
         deadline_s = time.monotonic() + self._wait_s
-        while rows is None and self._is_emptying and time.monotonic() < deadline_s:
+        while rows is None and self.is_emptying and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
             rows = self._take(count)
         if rows is None:
@@ -152,6 +152,17 @@ class DeviceRing:
         begin, end = run.rows.begin, run.rows.end
         return [group.rows[:, begin:end].view(group.dtype) for group in self._groups]
 
+    @property
+    def is_emptying(self) -> bool:
+        """Whether a copy is under way that will free rows."""
+        # The oldest decides: the ring takes rows back in the order in which it handed them out.
+        return bool(self._runs) and self._runs[0].mark is not None
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """What operations of a pass write to. It never moves, so that a graph may capture them."""
+        return [self._index, *(group.rows for group in self._groups)]
+
     # -- captured passes ---------------------------------------------------------------------------------
 
     @contextmanager
@@ -172,12 +183,6 @@ class DeviceRing:
             self._kept_bytes = 0
 
     # -- inside ------------------------------------------------------------------------------------------
-
-    @property
-    def _is_emptying(self) -> bool:
-        """Whether a copy is under way that will free rows."""
-        # The oldest decides: the ring takes rows back in the order in which it handed them out.
-        return bool(self._runs) and self._runs[0].mark is not None
 
     def _point_to(self, rows: RowRun) -> None:
         # A kernel makes the numbers: a copy to the device would need a source that stays.

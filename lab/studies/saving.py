@@ -282,7 +282,7 @@ class StaticSteps:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (batch, config.num_key_value_heads, history + steps, head_size)
         draw = torch.Generator(device).manual_seed(1)
-        self._caches = [
+        self.caches = [
             (
                 torch.randn(shape, dtype=dtype, device=device, generator=draw),
                 torch.randn(shape, dtype=dtype, device=device, generator=draw),
@@ -292,12 +292,12 @@ class StaticSteps:
         self.table = torch.randint(0, config.vocab_size, (steps, batch), generator=draw, device=device)
         """Token ids of each step."""
         self._ids = torch.zeros(1, batch, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(1, batch, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(1, batch, dtype=torch.int64, device=device)
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
 
     def begin(self) -> None:
         """The next step is the first."""
-        self._positions.fill_(self._history)
+        self.positions.fill_(self._history)
         self._next.zero_()
 
     @torch.no_grad()
@@ -306,12 +306,12 @@ class StaticSteps:
         self._ids.copy_(self.table.index_select(0, self._next))
         self.model(
             input_ids=self._ids,
-            position_ids=self._positions,
+            position_ids=self.positions,
             use_cache=False,
-            caches=self._caches,
-            positions=self._positions[0],
+            caches=self.caches,
+            positions=self.positions[0],
         )
-        self._positions.add_(1)
+        self.positions.add_(1)
         self._next.add_(1)
 
 

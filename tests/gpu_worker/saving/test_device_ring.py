@@ -27,6 +27,7 @@ from gpu_worker.model.spec import model_spec
 from gpu_worker.saving import CapturedPass, Saver, Slice, device_ring
 from gpu_worker.saving.device_ring import DeviceRing
 from gpu_worker.saving.staging import (
+    Copies,
     CudaCopies,
     HostCopies,
     Mark,
@@ -69,11 +70,13 @@ LAYOUTS = {
 }
 
 
-def _buffers(specs: Sequence[StreamSpec], rows: int, ring_rows: int | None) -> StagingBuffers:
+def _buffers(
+    specs: Sequence[StreamSpec], rows: int, ring_rows: int | None, copies: Copies | None = None
+) -> StagingBuffers:
     state = sum(spec.row_bytes for spec in specs)
     return StagingBuffers(
         (TOKENS_SPEC, *specs),
-        HostCopies(),
+        copies or HostCopies(),
         size_bytes=rows * (state + 4),
         is_pinned=False,
         make_ring=None
@@ -494,7 +497,7 @@ def test_nothing_of_a_pass_waits_for_the_device_or_moves() -> None:
     buffers = _buffers(specs, 64, 16)
     ring = buffers.device_ring
     assert isinstance(ring, DeviceRing)
-    memory = [ring._index, *(group.rows for group in ring._groups)]
+    memory = ring.memory
     addresses = [each.data_ptr() for each in memory]
     rows = [[_wide(spec, 3, seed) for spec in specs] for seed in range(9)]
     with RecordedGraph() as graph:
@@ -564,10 +567,10 @@ def test_the_step_that_a_gpu_captures_is_one_that_can_be(model: Any) -> None:
             graph.replay()
     model.set_attn_implementation(attention)
 
-    for one, other in zip(eager._caches, recorded._caches, strict=True):
+    for one, other in zip(eager.caches, recorded.caches, strict=True):
         for half, expected in zip(other, one, strict=True):
             assert torch.equal(half, expected)
-    assert torch.equal(recorded._positions, torch.full((1, 3), 10))
+    assert torch.equal(recorded.positions, torch.full((1, 3), 10))
 
 
 # -- the driver ---------------------------------------------------------------------------------------
@@ -636,8 +639,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[_FakePlanes], CudaCopie
 def test_a_step_is_one_call_of_the_driver(copies: Callable[[_FakePlanes], CudaCopies]) -> None:
     """For all layers of a size, between memory whose planes lie at different distances."""
     planes, specs = _FakePlanes(), LAYOUTS["hidden-bf16"]
-    plain, ringed = _buffers(specs, 32, None), _buffers(specs, 32, 8)
-    ringed._copies = copies(planes)
+    plain, ringed = _buffers(specs, 32, None), _buffers(specs, 32, 8, copies(planes))
     frames = [_passed(each, specs, 5, 1) for each in (plain, ringed)]
 
     for spec in specs:
@@ -647,13 +649,13 @@ def test_a_step_is_one_call_of_the_driver(copies: Callable[[_FakePlanes], CudaCo
 
 def test_a_driver_that_refuses_is_a_gap(copies: Callable[[_FakePlanes], CudaCopies]) -> None:
     """As a device that failed is, with the driver's words; the pass has an end all the same."""
-    buffers = _buffers(LAYOUTS["hidden-bf16"], 32, 8)
-    buffers._copies = copies(_FakePlanes("an illegal memory access was encountered"))
+    refusing = _FakePlanes("an illegal memory access was encountered")
+    buffers = _buffers(LAYOUTS["hidden-bf16"], 32, 8, copies(refusing))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         _passed(buffers, LAYOUTS["hidden-bf16"], 5, 1)
     ring = buffers.device_ring
     assert isinstance(ring, DeviceRing)
-    assert ring._runs[0].mark is not None
+    assert ring.is_emptying
 
 
 def test_the_driver_is_told_both_sides_of_a_copy() -> None:
