@@ -1,24 +1,52 @@
 """Everything that can go wrong, one class per reason.
 
-Each class owns a stable `reason`; facts are keyword arguments and become attributes, so that
-`status.py` can put them on the wire and the client can build the same error again.
-This file knows no gRPC code and no transport.
+A class declares all that is said of an error: its stable `reason`, its `status`, its sentence. The wire,
+the exit codes of commands and the history's account of failed accesses follow from the reason and the status.
+Facts are keyword arguments and become attributes, so that the client can build the same error again.
 """
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     # For types alone: the import takes a tenth of a small command's time.
     from asyncio import Future
 
 Fact = str | int
+Status = Literal[
+    "INVALID_ARGUMENT",
+    "OUT_OF_RANGE",
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "ABORTED",
+    "FAILED_PRECONDITION",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "DATA_LOSS",
+    "CANCELLED",
+    "INTERNAL",
+]
+"""The names of gRPC's codes: what sort of failure it is to a client that does not know the reason."""
 
 
 class CacheError(Exception):
-    """Base of every error of the store. Facts are kept as strings or integers."""
+    """Base of every error of the store. Facts are kept as strings or integers.
+
+    A class that declares a reason is known by it from then on; a reason that has a class raises TypeError.
+    """
 
     reason: ClassVar[str] = "INTERNAL"
+    status: ClassVar[Status] = "INTERNAL"
     template: ClassVar[str] = "internal error"
+    by_reason: ClassVar[dict[str, type["CacheError"]]] = {}
+    """Every class that was imported."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "reason" in vars(cls) and cls.by_reason.setdefault(cls.reason, cls) is not cls:
+            raise TypeError(f"{cls.reason} is the reason of {cls.by_reason[cls.reason].__name__}")
 
     def __init__(self, detail: str = "", /, **facts: Fact) -> None:
         """`detail` replaces the class's own sentence; `facts` fill its template."""
@@ -32,6 +60,9 @@ class CacheError(Exception):
             return facts[name]
         except KeyError:
             raise AttributeError(name) from None
+
+
+CacheError.by_reason[CacheError.reason] = CacheError
 
 
 class _Missing(dict[str, Fact]):
@@ -48,6 +79,7 @@ class InvalidArgument(CacheError):
     """A field of the request is malformed; `field` names it."""
 
     reason = "INVALID_FIELD"
+    status = "INVALID_ARGUMENT"
     template = "{field}: {problem}"
 
 
@@ -55,6 +87,7 @@ class ChecksumMismatch(CacheError):
     """Bytes that arrived do not match the checksum sent with them; nothing was changed."""
 
     reason = "CHECKSUM_MISMATCH"
+    status = "INVALID_ARGUMENT"
     template = "{field}: data does not match its checksum"
 
 
@@ -62,6 +95,7 @@ class TokenRangeOutOfBounds(CacheError):
     """A token range reaches past the session's tokens."""
 
     reason = "TOKEN_RANGE_OUT_OF_BOUNDS"
+    status = "OUT_OF_RANGE"
     template = "tokens [{begin}, {end}) are not within [0, {token_count})"
 
 
@@ -69,6 +103,7 @@ class Unauthenticated(CacheError):
     """The caller did not say, in a way we accept, who it is."""
 
     reason = "UNAUTHENTICATED"
+    status = "UNAUTHENTICATED"
     template = "credentials are missing or not accepted"
 
 
@@ -76,6 +111,7 @@ class PermissionDenied(CacheError):
     """We know who the caller is, and it may not do that."""
 
     reason = "PERMISSION_DENIED"
+    status = "PERMISSION_DENIED"
     template = "{subject}: {problem}"
 
 
@@ -86,6 +122,7 @@ class SessionNotFound(CacheError):
     """No such session for this tenant: never created, deleted, expired or evicted."""
 
     reason = "SESSION_NOT_FOUND"
+    status = "NOT_FOUND"
     template = "{session} does not exist"
 
 
@@ -93,6 +130,7 @@ class ModelNotFound(CacheError):
     """No such model for this tenant."""
 
     reason = "MODEL_NOT_FOUND"
+    status = "NOT_FOUND"
     template = "{model} is not registered"
 
 
@@ -100,6 +138,7 @@ class LeaseNotFound(CacheError):
     """The lease ended: released, past its deadline, or its stream broke."""
 
     reason = "LEASE_NOT_FOUND"
+    status = "NOT_FOUND"
     template = "lease {lease_id} does not exist"
 
 
@@ -107,6 +146,7 @@ class ReservationNotFound(CacheError):
     """The reservation ended: committed, released, past its deadline, or its stream broke."""
 
     reason = "RESERVATION_NOT_FOUND"
+    status = "NOT_FOUND"
     template = "reservation {reservation_id} does not exist"
 
 
@@ -114,6 +154,7 @@ class SessionAlreadyExists(CacheError):
     """A session of that id exists for this tenant."""
 
     reason = "SESSION_ALREADY_EXISTS"
+    status = "ALREADY_EXISTS"
     template = "{session} already exists"
 
 
@@ -124,6 +165,7 @@ class GenerationMismatch(CacheError):
     """The session changed since the caller last saw it."""
 
     reason = "GENERATION_MISMATCH"
+    status = "ABORTED"
     template = "{session} is at generation {actual}, not {expected}"
 
 
@@ -131,6 +173,7 @@ class WriteOffsetMismatch(CacheError):
     """An append starts elsewhere than at the session's end; continue at `token_count`."""
 
     reason = "WRITE_OFFSET_MISMATCH"
+    status = "ABORTED"
     template = "{session} holds {token_count} tokens, the append starts at {write_offset}"
 
 
@@ -138,6 +181,7 @@ class ModelFingerprintMismatch(CacheError):
     """State of one model was asked for, or saved, as another's."""
 
     reason = "MODEL_FINGERPRINT_MISMATCH"
+    status = "FAILED_PRECONDITION"
     template = "{model} has fingerprint {actual}, not {expected}"
 
 
@@ -145,6 +189,7 @@ class ModelProbeMismatch(CacheError):
     """A model of the same fingerprint computes something else than the one that was registered first."""
 
     reason = "MODEL_PROBE_MISMATCH"
+    status = "FAILED_PRECONDITION"
     template = "{model} computes something else than the engine that registered it: {problem}"
 
 
@@ -152,6 +197,7 @@ class PositionsNotRelocatable(CacheError):
     """The model's state depends on absolute positions: only its last tokens can be dropped."""
 
     reason = "POSITIONS_NOT_RELOCATABLE"
+    status = "FAILED_PRECONDITION"
     template = "{model} learns absolute positions: only the newest tokens can be dropped"
 
 
@@ -159,6 +205,7 @@ class SessionTooFragmented(CacheError):
     """A truncation or a fork would leave the session in more runs of tokens than it may have."""
 
     reason = "SESSION_TOO_FRAGMENTED"
+    status = "FAILED_PRECONDITION"
     template = "{session} would lie in {fragment_count} runs of tokens, {limit} are allowed"
 
 
@@ -166,6 +213,7 @@ class WriteInProgress(CacheError):
     """Another reservation is open on the session."""
 
     reason = "WRITE_IN_PROGRESS"
+    status = "ABORTED"
     template = "{session} has an open reservation"
 
 
@@ -173,6 +221,7 @@ class SessionInUse(CacheError):
     """The session to be replaced is read, or a reader is expected; it stays as it is."""
 
     reason = "SESSION_IN_USE"
+    status = "ABORTED"
     template = "{session} is read, or somebody waits for it"
 
 
@@ -180,6 +229,7 @@ class EngineTakenOver(CacheError):
     """Another stream publishes this engine's queue now; this one has it no longer."""
 
     reason = "ENGINE_TAKEN_OVER"
+    status = "ABORTED"
     template = "engine {engine} said hello on another stream"
 
 
@@ -187,6 +237,7 @@ class IncompleteAppend(CacheError):
     """A commit came before every stream of the layout had its rows."""
 
     reason = "INCOMPLETE_APPEND"
+    status = "FAILED_PRECONDITION"
     template = "{stream} holds {row_count} rows of the {token_count} to commit"
 
 
@@ -194,6 +245,7 @@ class FaultsNotEnabled(CacheError):
     """A fault was to be injected into a server that was not started for that."""
 
     reason = "FAULTS_NOT_ENABLED"
+    status = "FAILED_PRECONDITION"
     template = "no faults here: the server was started without fault_injection"
 
 
@@ -204,6 +256,7 @@ class CapacityExceeded(CacheError):
     """A tier cannot take the bytes even after everything that may leave has left."""
 
     reason = "CAPACITY_EXCEEDED"
+    status = "RESOURCE_EXHAUSTED"
     template = "{tier}: {needed_bytes} B needed, {free_bytes} B free or evictable of {limit_bytes} B"
 
 
@@ -211,6 +264,7 @@ class TooManyRequests(CacheError):
     """A bound on concurrent work was reached; try again after a delay."""
 
     reason = "TOO_MANY_REQUESTS"
+    status = "RESOURCE_EXHAUSTED"
     template = "{what}: the limit of {limit} is reached"
 
 
@@ -218,6 +272,7 @@ class Draining(CacheError):
     """The server takes no new work: it drains, or ends."""
 
     reason = "DRAINING"
+    status = "UNAVAILABLE"
     template = "the server takes no new work: it drains, or ends"
 
 
@@ -228,6 +283,7 @@ class CorruptSegment(CacheError):
     """Stored bytes failed their checksum or carry another identity; the state is a miss from there on."""
 
     reason = "CORRUPT_SEGMENT"
+    status = "DATA_LOSS"
     template = "segment {segment_id}: {problem}"
 
 
@@ -235,6 +291,7 @@ class CorruptMetadata(CacheError):
     """A metadata record or the database itself cannot be trusted."""
 
     reason = "CORRUPT_METADATA"
+    status = "DATA_LOSS"
     template = "{where}: {problem}"
 
 
@@ -248,6 +305,7 @@ class TierFailure(CacheError):
     """A device refused a read, write or sync, or did not return it in time."""
 
     reason = "TIER_FAILURE"
+    status = "UNAVAILABLE"
     template = "{path}: {problem}"
     returned: "Future[None] | None" = None
     """Done when the device has let go of the caller's buffer; None: it has."""
@@ -260,6 +318,7 @@ class FileUnusable(CacheError):
     """A file that was named cannot be opened, read or written."""
 
     reason = "FILE_UNUSABLE"
+    status: ClassVar[Status] = "FAILED_PRECONDITION"
     template = "{path}: {problem}"
 
 
@@ -267,12 +326,14 @@ class FileFull(FileUnusable):
     """There is no room for a file that was to be written."""
 
     reason = "FILE_FULL"
+    status = "RESOURCE_EXHAUSTED"
 
 
 class FileAlreadyExists(CacheError):
     """A file that was to be written is there already."""
 
     reason = "FILE_ALREADY_EXISTS"
+    status = "ALREADY_EXISTS"
     template = "{path} already exists"
 
 
@@ -280,6 +341,7 @@ class FileDamaged(CacheError):
     """A file is no archive of sessions, or not as it was written."""
 
     reason = "FILE_DAMAGED"
+    status = "DATA_LOSS"
     template = "{path}: {problem}"
 
 
@@ -290,6 +352,7 @@ class DataDirectoryUnusable(CacheError):
     """The data directory cannot be created, read, written or locked."""
 
     reason = "DATA_DIRECTORY_UNUSABLE"
+    status = "FAILED_PRECONDITION"
     template = "data directory {path}: {problem}"
 
 
@@ -297,6 +360,7 @@ class FormatTooNew(CacheError):
     """The data directory was written by a newer version."""
 
     reason = "FORMAT_TOO_NEW"
+    status = "FAILED_PRECONDITION"
     template = "data directory {path} has format {found}; this version reads up to {supported}"
 
 
@@ -304,6 +368,7 @@ class InvalidConfiguration(CacheError):
     """A configuration value, file or environment variable is wrong."""
 
     reason = "INVALID_CONFIGURATION"
+    status = "FAILED_PRECONDITION"
     template = "{source}: {problem}"
 
 
@@ -311,6 +376,7 @@ class AddressUnusable(CacheError):
     """The server cannot listen where it was told to."""
 
     reason = "ADDRESS_UNUSABLE"
+    status = "FAILED_PRECONDITION"
     template = "cannot listen on {address}: {problem}"
 
 
@@ -318,6 +384,7 @@ class Unavailable(CacheError):
     """The server cannot be reached, or went away during the call."""
 
     reason = "UNAVAILABLE"
+    status = "UNAVAILABLE"
     template = "{target}: {problem}"
 
 
@@ -335,4 +402,5 @@ class DeadlineExceeded(CacheError):
     """The call did not end within its deadline."""
 
     reason = "DEADLINE_EXCEEDED"
+    status = "DEADLINE_EXCEEDED"
     template = "{target}: no answer within {timeout_s} s"

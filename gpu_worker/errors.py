@@ -11,6 +11,7 @@ class UnsupportedArchitecture(CacheError):
     """The model's family, or a setting of it, is not one that state can be saved for."""
 
     reason = "UNSUPPORTED_ARCHITECTURE"
+    status = "FAILED_PRECONDITION"
     template = "{architecture}: {problem}"
 
 
@@ -18,6 +19,7 @@ class WeightsNotVisible(CacheError):
     """A module computes with something that cannot be looked into. No fingerprint would be true of it."""
 
     reason = "WEIGHTS_NOT_VISIBLE"
+    status = "FAILED_PRECONDITION"
     template = "{module}: {problem}"
 
 
@@ -35,6 +37,7 @@ class ShapeMismatch(CacheError):
     """A tensor does not have the shape that the model and the token range demand."""
 
     reason = "SHAPE_MISMATCH"
+    status = "FAILED_PRECONDITION"
     template = "{what}: expected shape {expected}, got {actual}"
 
 
@@ -42,6 +45,7 @@ class UnsupportedDtype(CacheError):
     """Rows or weights are of an element type that is not the model's, or that no row can have."""
 
     reason = "UNSUPPORTED_DTYPE"
+    status = "FAILED_PRECONDITION"
     template = "{what}: expected {expected}, got {actual}"
 
 
@@ -63,6 +67,7 @@ class UnsupportedBatch(CacheError):
     """Capture sees one sequence per forward pass; the pass had more."""
 
     reason = "UNSUPPORTED_BATCH"
+    status = "FAILED_PRECONDITION"
     template = "capture needs batch size 1, the pass has {batch_size}"
 
 
@@ -70,6 +75,7 @@ class IncompleteRestore(CacheError):
     """A cache was asked for before every layer had all its rows."""
 
     reason = "INCOMPLETE_RESTORE"
+    status = "INTERNAL"
     template = "layer {layer} holds {row_count} of {token_count} tokens"
 
 

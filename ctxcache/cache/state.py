@@ -37,7 +37,7 @@ from ctxcache.core.limits import DEFAULT_LIMITS, DEFAULT_WATERMARKS, Limits, Wat
 from ctxcache.core.observations import Observations
 from ctxcache.core.placement.policy import Ranked
 from ctxcache.core.placement.shares import NO_SHARES, Shares
-from ctxcache.errors import CacheError, ModelNotFound
+from ctxcache.errors import CacheError, Draining, ModelFingerprintMismatch, ModelNotFound
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS_RANGE, StreamRange
 from ctxcache.runtime.clock import Clock
@@ -354,15 +354,12 @@ LOOKUP, READ = "lookup", "read"
 WRITE = "write"
 """The kind of request that writes. Only requests have it: written tokens are counted elsewhere."""
 HIT, EMPTY, NEVER_STORED, REFUSED = "hit", "empty", "never_stored", "refused"
-EVENTS = {
-    "MODEL_FINGERPRINT_MISMATCH": Event.FINGERPRINT_MISMATCH,
-    "CORRUPT_SEGMENT": Event.CORRUPT,
-    "CAPACITY_EXCEEDED": Event.QUOTA,
-    "TOO_MANY_REQUESTS": Event.QUOTA,
+_BY_STATUS: Mapping[str, Event] = {
+    "DATA_LOSS": Event.CORRUPT,
+    "RESOURCE_EXHAUSTED": Event.QUOTA,
     "DEADLINE_EXCEEDED": Event.TIMEOUT,
-    "TIER_FAILURE": Event.DEVICE,
+    "UNAVAILABLE": Event.DEVICE,
 }
-"""The sort of a failed access, by its error's reason. Other reasons count as REFUSED: the caller erred."""
 RESULTS = (
     HIT,
     EMPTY,
@@ -370,7 +367,8 @@ RESULTS = (
     Event.EVICTED.value,
     Event.EXPIRED.value,
     Event.DELETED.value,
-    *dict.fromkeys(event.value for event in EVENTS.values()),
+    Event.FINGERPRINT_MISMATCH.value,
+    *(event.value for event in _BY_STATUS.values()),
     Event.DEVICE_LOST.value,
     REFUSED,
 )
@@ -385,6 +383,13 @@ _CALLS = {
 }
 """Events that take tokens from a session."""
 _ASKED = {LOOKUP: Call.LOOKUP, READ: Call.READ}
+
+
+def event_of(error: CacheError) -> Event | None:
+    """What became of an access that failed so; None: the caller erred, or the server takes no work."""
+    if isinstance(error, ModelFingerprintMismatch):
+        return Event.FINGERPRINT_MISMATCH
+    return None if isinstance(error, Draining) else _BY_STATUS.get(error.status)
 
 
 class Journal:
@@ -434,7 +439,7 @@ class Journal:
                 Heard(call or _ASKED[by], at_ns, tenant, name, 0, None, b"", {"reason": error.reason})
             )
         # The reason comes from the error, and then from what became of the session.
-        session, event = self._find(tenant, session_id), EVENTS.get(error.reason)
+        session, event = self._find(tenant, session_id), event_of(error)
         if event is not None:
             result = event.value
             # The step that cuts the session before the damage tells of it.
@@ -455,7 +460,7 @@ class Journal:
     def write_failed(self, session: Session, error: CacheError) -> None:
         """Note that tokens of a session were not stored."""
         self.did(Call.APPEND, session, reason=error.reason)
-        event = EVENTS.get(error.reason)
+        event = event_of(error)
         if event is not None:
             self.happened(session, event, detail=f"write: {error.reason}")
         self._noted(WRITE, session.tenant, session.session_id, event.value if event else REFUSED)

@@ -1,8 +1,8 @@
 """Failures and their exit codes: one sentence for people, a document for scripts, a number for shells.
 
 Both texts go to standard error: standard output has only the answer. docs/commands.md has the table of exit
-codes too; a class that is not listed exits as its base does, in the end as INTERNAL, never as success. Worst
-case: words that cannot be read. The option that says how to print is looked for among them all the same.
+codes too. Worst case: words that cannot be read. The option that says how to print is looked for among
+them all the same.
 """
 
 import enum
@@ -14,7 +14,7 @@ import typer
 from ctxcache import errors
 from ctxcache.cli.documents import Output, Plain, as_json, as_yaml
 from ctxcache.cli.units import human_size
-from ctxcache.errors import CacheError
+from ctxcache.errors import CacheError, Status
 
 
 class ExitCode(enum.IntEnum):
@@ -38,38 +38,25 @@ class ExitCode(enum.IntEnum):
     PERMISSION_DENIED = 15
 
 
-EXIT_CODES: dict[type[CacheError], ExitCode] = {
-    CacheError: ExitCode.INTERNAL,
-    errors.SessionNotFound: ExitCode.NOT_FOUND,
-    errors.ModelNotFound: ExitCode.NOT_FOUND,
-    errors.LeaseNotFound: ExitCode.NOT_FOUND,
-    errors.ReservationNotFound: ExitCode.NOT_FOUND,
-    errors.SessionAlreadyExists: ExitCode.CONFLICT,
-    errors.GenerationMismatch: ExitCode.CONFLICT,
-    errors.WriteInProgress: ExitCode.CONFLICT,
-    errors.SessionInUse: ExitCode.CONFLICT,
-    errors.WriteOffsetMismatch: ExitCode.CONFLICT,
-    errors.ModelFingerprintMismatch: ExitCode.CONFLICT,
-    errors.ModelProbeMismatch: ExitCode.CONFLICT,
-    errors.PositionsNotRelocatable: ExitCode.CONFLICT,
-    errors.SessionTooFragmented: ExitCode.CONFLICT,
-    errors.FileAlreadyExists: ExitCode.CONFLICT,
-    errors.IncompleteAppend: ExitCode.CONFLICT,
-    errors.EngineTakenOver: ExitCode.CONFLICT,
-    errors.InvalidArgument: ExitCode.INVALID_ARGUMENT,
-    errors.ChecksumMismatch: ExitCode.INVALID_ARGUMENT,
-    errors.TokenRangeOutOfBounds: ExitCode.INVALID_ARGUMENT,
-    errors.Unavailable: ExitCode.UNAVAILABLE,
-    errors.TlsFailed: ExitCode.UNAVAILABLE,
-    errors.DeadlineExceeded: ExitCode.UNAVAILABLE,
-    errors.Draining: ExitCode.UNAVAILABLE,
+BY_STATUS: dict[Status, ExitCode] = {
+    "INVALID_ARGUMENT": ExitCode.INVALID_ARGUMENT,
+    "OUT_OF_RANGE": ExitCode.INVALID_ARGUMENT,
+    "UNAUTHENTICATED": ExitCode.UNAUTHENTICATED,
+    "PERMISSION_DENIED": ExitCode.PERMISSION_DENIED,
+    "NOT_FOUND": ExitCode.NOT_FOUND,
+    "ALREADY_EXISTS": ExitCode.CONFLICT,
+    "ABORTED": ExitCode.CONFLICT,
+    "FAILED_PRECONDITION": ExitCode.CONFLICT,
+    "RESOURCE_EXHAUSTED": ExitCode.RESOURCE_EXHAUSTED,
+    "UNAVAILABLE": ExitCode.UNAVAILABLE,
+    "DEADLINE_EXCEEDED": ExitCode.UNAVAILABLE,
+    "DATA_LOSS": ExitCode.DATA_LOSS,
+    "CANCELLED": ExitCode.INTERNAL,
+    "INTERNAL": ExitCode.INTERNAL,
+}
+"""The exit code of an error, by its status."""
+BY_CLASS: dict[type[CacheError], ExitCode] = {
     errors.TooManyRequests: ExitCode.UNAVAILABLE,
-    errors.CapacityExceeded: ExitCode.RESOURCE_EXHAUSTED,
-    errors.FileFull: ExitCode.RESOURCE_EXHAUSTED,
-    errors.CorruptSegment: ExitCode.DATA_LOSS,
-    errors.CorruptMetadata: ExitCode.DATA_LOSS,
-    errors.NothingToRebuild: ExitCode.DATA_LOSS,
-    errors.FileDamaged: ExitCode.DATA_LOSS,
     errors.DataDirectoryUnusable: ExitCode.DATA_DIRECTORY_UNUSABLE,
     errors.FormatTooNew: ExitCode.FORMAT_TOO_NEW,
     errors.InvalidConfiguration: ExitCode.CONFIGURATION,
@@ -77,14 +64,15 @@ EXIT_CODES: dict[type[CacheError], ExitCode] = {
     errors.AddressUnusable: ExitCode.ADDRESS,
     errors.TierFailure: ExitCode.DEVICE,
     errors.FileUnusable: ExitCode.DEVICE,
-    errors.Unauthenticated: ExitCode.UNAUTHENTICATED,
-    errors.PermissionDenied: ExitCode.PERMISSION_DENIED,
+    errors.FileFull: ExitCode.RESOURCE_EXHAUSTED,
 }
+"""Errors that scripts tell apart from others of their status."""
 
 
 def exit_code_of(error: CacheError) -> ExitCode:
-    """Return an error's exit code; a class that the table does not name has its base's."""
-    return next(EXIT_CODES[base] for base in type(error).__mro__ if base in EXIT_CODES)
+    """Return an error's exit code."""
+    special = (BY_CLASS[base] for base in type(error).__mro__ if base in BY_CLASS)
+    return next(special, BY_STATUS[error.status])
 
 
 ADVICE: dict[type[CacheError], str] = {

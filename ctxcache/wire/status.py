@@ -1,7 +1,7 @@
-"""Errors on the wire: the one table between error classes and gRPC codes, read in both directions.
+"""Errors on the wire, in both directions.
 
-Knows every error class and every code, and nothing of what a caller was doing. Worst case: an error
-that no table knows arrives as the base class with its code in the message, never as success.
+Knows nothing of what a caller was doing. Worst case: an error whose reason no class has arrives as the base
+class with its code in the message, never as success.
 """
 
 import re
@@ -23,77 +23,28 @@ FACT_CHARACTERS = 256
 MESSAGE_CHARACTERS = 512
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
-# One table for both directions, and for both ways:
+# An error crosses the wire in both directions, and in both ways:
 #
-#     error ── CODES ──► code, reason, facts ──► status details (gRPC) or OperationError (control socket)
-#     error ◄── _BY_REASON ── reason, facts ◄──┘
+#     error ── status, reason, facts ──► status details (gRPC) or OperationError (control socket)
+#     error ◄── CacheError.by_reason ── reason, facts ◄──┘
 #           ◄── by the code alone: a reason of a newer server, or an error of gRPC itself
 #
 # The reason says which class it is; the code is for clients in other languages, proxies and gRPC's retries.
-CODES: dict[type[CacheError], grpc.StatusCode] = {
-    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.ChecksumMismatch: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.TokenRangeOutOfBounds: grpc.StatusCode.OUT_OF_RANGE,
-    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
-    errors.SessionNotFound: grpc.StatusCode.NOT_FOUND,
-    errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
-    errors.LeaseNotFound: grpc.StatusCode.NOT_FOUND,
-    errors.ReservationNotFound: grpc.StatusCode.NOT_FOUND,
-    errors.SessionAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-    errors.GenerationMismatch: grpc.StatusCode.ABORTED,
-    errors.WriteInProgress: grpc.StatusCode.ABORTED,
-    errors.SessionInUse: grpc.StatusCode.ABORTED,
-    errors.WriteOffsetMismatch: grpc.StatusCode.ABORTED,
-    errors.EngineTakenOver: grpc.StatusCode.ABORTED,
-    errors.ModelFingerprintMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.ModelProbeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.PositionsNotRelocatable: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.SessionTooFragmented: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.IncompleteAppend: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.FaultsNotEnabled: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.CapacityExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.TooManyRequests: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.Draining: grpc.StatusCode.UNAVAILABLE,
-    errors.TierFailure: grpc.StatusCode.UNAVAILABLE,
-    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
-    errors.TlsFailed: grpc.StatusCode.UNAVAILABLE,
-    errors.CorruptSegment: grpc.StatusCode.DATA_LOSS,
-    errors.CorruptMetadata: grpc.StatusCode.DATA_LOSS,
-    errors.NothingToRebuild: grpc.StatusCode.DATA_LOSS,
-    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors.DataDirectoryUnusable: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.FormatTooNew: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.InvalidConfiguration: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.AddressUnusable: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.FileUnusable: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.FileFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.FileAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-    errors.FileDamaged: grpc.StatusCode.DATA_LOSS,
-    CacheError: grpc.StatusCode.INTERNAL,
-}
 RETRYABLE = (errors.TooManyRequests, errors.Draining, errors.Unavailable)
 """Errors that pass by themselves. So does CapacityExceeded where what was asked for could ever fit."""
 
 _FIELD_ERRORS = (errors.InvalidArgument, errors.ChecksumMismatch)
-_BY_REASON = {error_class.reason: error_class for error_class in CODES}
-
-
-def add_codes(codes: Mapping[type[CacheError], grpc.StatusCode]) -> None:
-    """Add the errors of a service beside the store to the table; to be called where they are imported."""
-    CODES.update(codes)
-    _BY_REASON.update({error_class.reason: error_class for error_class in codes})
 
 
 def code_of(error: CacheError) -> grpc.StatusCode:
-    """Return the gRPC code of an error; a subclass that the table does not name has its base's."""
-    return next(CODES[base] for base in type(error).__mro__ if base in CODES)
+    """Return the gRPC code of an error."""
+    return grpc.StatusCode[error.status]
 
 
 def code_name(end: str) -> tuple[str, str]:
     """The code's name and the reason of an end: an error's reason, or a code's name, which has no reason."""
-    error_class = _BY_REASON.get(end)
-    return (end, "") if error_class is None else (CODES[error_class].name, end)
+    error_class = CacheError.by_reason.get(end)
+    return (end, "") if error_class is None else (error_class.status, end)
 
 
 def to_status(error: CacheError) -> status_pb2.Status:
@@ -159,7 +110,7 @@ def from_parts(
     code: int, reason: str, message: str, metadata: Mapping[str, str], *, target: str = "server"
 ) -> CacheError:
     """Rebuild an error from an OperationError's fields. An unknown reason is read by its code."""
-    error_class = _BY_REASON.get(reason)
+    error_class = CacheError.by_reason.get(reason)
     # A newer server's reason: code and sentence are kept, and only the class is lost.
     if error_class is None:
         return _from_code(_code(code), message, target)

@@ -1,26 +1,13 @@
-"""Errors between an engine and the worker beside it, and their gRPC codes.
-
-Importing it adds the codes to the one table that both sides read. Worst case: as in `ctxcache.errors`.
-"""
-
-import grpc
+"""Errors between an engine and the worker beside it. Worst case: as in `ctxcache.errors`."""
 
 from ctxcache.errors import CacheError
-from ctxcache.wire.status import add_codes
-from gpu_worker.errors import (
-    IncompleteRestore,
-    ShapeMismatch,
-    UnsupportedArchitecture,
-    UnsupportedBatch,
-    UnsupportedDtype,
-    WeightsNotVisible,
-)
 
 
 class AttachmentNotFound(CacheError):
     """The engine is not attached: it never was, its stream ended, or another one took its name over."""
 
     reason = "ATTACHMENT_NOT_FOUND"
+    status = "NOT_FOUND"
     template = "attachment {attachment_id} does not exist"
 
 
@@ -28,6 +15,7 @@ class RestoreAlreadyExists(CacheError):
     """A restore of that name is under way."""
 
     reason = "RESTORE_ALREADY_EXISTS"
+    status = "ALREADY_EXISTS"
     template = "restore {restore_id} is under way"
 
 
@@ -35,6 +23,7 @@ class TokensDiffer(CacheError):
     """The session holds other tokens than the engine wants restored."""
 
     reason = "TOKENS_DIFFER"
+    status = "FAILED_PRECONDITION"
     template = "the session has {common_token_count} of the {token_count} tokens asked for"
 
 
@@ -42,6 +31,7 @@ class Cancelled(CacheError):
     """The engine cancelled the restore, or is gone."""
 
     reason = "CANCELLED"
+    status = "CANCELLED"
     template = "the restore was cancelled"
 
 
@@ -49,6 +39,7 @@ class BlockInUse(CacheError):
     """Blocks of the restore are written to by another restore that is under way."""
 
     reason = "BLOCK_IN_USE"
+    status = "FAILED_PRECONDITION"
     template = "block {block_id} belongs to restore {restore_id}"
 
 
@@ -56,22 +47,5 @@ class MemoryInUse(CacheError):
     """An engine's cache lies on that of another attached engine, or may do so."""
 
     reason = "MEMORY_IN_USE"
+    status = "FAILED_PRECONDITION"
     template = "engine {engine} is attached with {what}"
-
-
-add_codes(
-    {
-        UnsupportedArchitecture: grpc.StatusCode.FAILED_PRECONDITION,
-        WeightsNotVisible: grpc.StatusCode.FAILED_PRECONDITION,
-        ShapeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-        UnsupportedDtype: grpc.StatusCode.FAILED_PRECONDITION,
-        UnsupportedBatch: grpc.StatusCode.FAILED_PRECONDITION,
-        IncompleteRestore: grpc.StatusCode.INTERNAL,
-        AttachmentNotFound: grpc.StatusCode.NOT_FOUND,
-        RestoreAlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-        BlockInUse: grpc.StatusCode.FAILED_PRECONDITION,
-        MemoryInUse: grpc.StatusCode.FAILED_PRECONDITION,
-        TokensDiffer: grpc.StatusCode.FAILED_PRECONDITION,
-        Cancelled: grpc.StatusCode.CANCELLED,
-    }
-)

@@ -9,7 +9,7 @@ import pytest
 from server_process import COMMAND_LINE
 
 from ctxcache import errors
-from ctxcache.cli.failures import EXIT_CODES, ExitCode, exit_code_of, sentence
+from ctxcache.cli.failures import ExitCode, exit_code_of, sentence
 from ctxcache.errors import CacheError
 from tests.nursery import without_settings
 
@@ -22,7 +22,7 @@ CLASSES = [
 @pytest.mark.parametrize("error_class", CLASSES, ids=lambda error_class: error_class.__name__)
 def test_every_error_class_has_an_exit_code(error_class: type[CacheError]) -> None:
     """A new class of errors must choose a code; only the base is INTERNAL, and none is OK or USAGE."""
-    code = EXIT_CODES[error_class]
+    code = exit_code_of(error_class())
 
     assert (code is ExitCode.INTERNAL) == (error_class is CacheError)
     assert code not in {ExitCode.OK, ExitCode.USAGE}
@@ -52,8 +52,7 @@ def test_the_documented_table_is_the_table() -> None:
     documented = {int(code): (name, set(re.findall(r"`([A-Z_]+)`", reasons))) for code, name, reasons in rows}
 
     expected = {
-        int(code): (code.name, {c.reason for c, its_code in EXIT_CODES.items() if its_code is code})
-        for code in ExitCode
+        int(code): (code.name, {c.reason for c in CLASSES if exit_code_of(c()) is code}) for code in ExitCode
     }
     assert documented == expected
 

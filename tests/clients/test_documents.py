@@ -14,7 +14,7 @@ from server_process import ServerProcess
 from xxhash import xxh3_64_intdigest
 
 from ctxcache import errors
-from ctxcache.wire.status import CODES
+from ctxcache.errors import CacheError
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
@@ -74,8 +74,8 @@ def test_the_table_of_errors_is_the_servers() -> None:
     table = dict(re.findall(r"^\| `([A-Z_]+)` \| `([A-Z_]+)` \| \S", CLIENTS, re.MULTILINE))
 
     # A worker in this process adds errors of its own.
-    servers = {error: code for error, code in CODES.items() if error.__module__.startswith("ctxcache.")}
-    assert table == {e.reason: code.name for e, code in servers.items() if e not in NOT_ON_THE_WIRE}
+    servers = [each for each in CacheError.by_reason.values() if each.__module__ == "ctxcache.errors"]
+    assert table == {error.reason: error.status for error in servers if error not in NOT_ON_THE_WIRE}
 
 
 def test_the_header_table_leaves_no_byte_out() -> None:
