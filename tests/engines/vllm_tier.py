@@ -29,7 +29,10 @@ from gpu_worker.engines.vllm.tier import chain_of
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import VllmEngine
 from tests.engines.stalling_proxy import StallingProxy
+from tests.engines.vllm_small import store
 from tests.server_process import ServerProcess
+
+__all__ = ["store"]
 
 BLOCK_TOKENS = 32
 COUNT = 16
@@ -37,8 +40,6 @@ SLOW_LOADS = """
 import sys, time
 from ctxcache.client import blocks
 from gpu_worker.engines.vllm import tier
-
-__all__ = ["store"]
 # Given up because the store does not answer, and not because it is slow.
 tier.SLOWEST_BYTES_PER_S = 1e-3
 put, copied = blocks._put_into, blocks.LeasedBlocks.copied
