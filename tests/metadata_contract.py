@@ -12,8 +12,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from model_specs import small_model
-
 from ctxcache.format.layout import SegmentIdentity, Slot
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.storage.metadata.base import (
@@ -24,6 +22,7 @@ from ctxcache.storage.metadata.base import (
     SegmentRecord,
     SessionRecord,
 )
+from tests.model_specs import small_model
 
 OpenStore = Callable[[], MetadataStore]
 SLOT_BYTES = 1 << 20

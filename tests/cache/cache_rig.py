@@ -21,7 +21,6 @@ from typing import Any
 from fakes import FakeClock, MemoryTier, Operation
 from integrity import check_integrity
 from memory_metadata import MemoryMetadata
-from model_specs import small_model
 
 from ctxcache.cache import Cache
 from ctxcache.cache.leases import Lease, ReadRequest
@@ -41,6 +40,7 @@ from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.base import DeviceTier
 from ctxcache.storage.tiers.dram import DramArena
 from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
+from tests.model_specs import small_model
 
 TENANT = "acme"
 HIDDEN = Stream(0, StateKind.HIDDEN)

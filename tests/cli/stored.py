@@ -5,12 +5,12 @@ from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
-from model_specs import small_model
 
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
+from tests.model_specs import small_model
 
 HIDDEN = Stream(0, StateKind.HIDDEN)
 ROW_BYTES = 32

@@ -15,7 +15,6 @@ from typing import Never
 import grpc
 import numpy as np
 from control_side import ControlSide
-from model_specs import small_model
 
 from ctxcache import errors
 from ctxcache.client import CallerModel, Client
@@ -33,6 +32,7 @@ from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.v1 import arena_pb2, arena_pb2_grpc, model_pb2, model_pb2_grpc, session_pb2, session_pb2_grpc
 from ctxcache.wire.status import code_of, message_of, trailing_metadata, wire_facts
+from tests.model_specs import small_model
 
 Connect = Callable[..., Client]
 HIDDEN = Stream(0, StateKind.HIDDEN)

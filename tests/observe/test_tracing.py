@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_specs import small_model
 from observed import small_settings
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -25,6 +24,7 @@ from ctxcache.observe import tracing
 from ctxcache.observe.tracing import OtelSpans, open_spans
 from ctxcache.server.server import Server
 from lab.routes import Route, route_options
+from tests.model_specs import small_model
 
 HIDDEN = Stream(0, StateKind.HIDDEN)
 MODEL = small_model(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_specs import small_model
 from server_process import ServerProcess
 
 import ctxcache
@@ -27,6 +26,7 @@ from ctxcache.errors import (
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.v1.arena_pb2 import AccessResponse, AcquireLease, Operation, ReleaseLease, ReleaseReservation
 from lab.routes import route_options
+from tests.model_specs import small_model
 
 KV, HIDDEN, ODD = Stream(0, StateKind.KV), Stream(1, StateKind.HIDDEN), Stream(2, StateKind.HIDDEN)
 ROW_BYTES = {TOKENS: 4, KV: 4096, HIDDEN: 12288, ODD: 6}

@@ -6,12 +6,12 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model_specs import small_model
 
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from gpu_worker.planning.plan import Method, RestorePlan
+from tests.model_specs import small_model
 
 
 def _spec(layer_count: int = 2) -> ModelSpec:

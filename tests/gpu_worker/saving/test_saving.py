@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from interrupts import is_interrupted
-from model_specs import small_model
 from server_process import ServerProcess
 from torch import Tensor
 
@@ -35,6 +34,7 @@ from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Strea
 from gpu_worker.errors import DeviceFailed, ShapeMismatch
 from gpu_worker.saving import Saver, Slice
 from gpu_worker.saving.staging import HostCopies, Mark
+from tests.model_specs import small_model
 
 _KV = StreamSpec(Stream(0, StateKind.KV), 64, DType.FLOAT32)
 _HIDDEN = StreamSpec(Stream(1, StateKind.HIDDEN), 48, DType.FLOAT32)

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from model_specs import small_model
 
 from ctxcache.errors import CapacityExceeded
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from lab.demo.embedded_store import StoreDidNotStart, embedded_store, require_room
+from tests.model_specs import small_model
 
 _SIZE_BYTES = 16 << 20
 _SPEC = small_model(
