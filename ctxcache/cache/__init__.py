@@ -16,6 +16,7 @@ from ctxcache.cache.devices import Devices
 from ctxcache.cache.eviction import Departures, SsdRoom
 from ctxcache.cache.flushing import PARALLEL_FLUSHES, Flushing, Staging, WriteBehind
 from ctxcache.cache.forgetting import Forgetting
+from ctxcache.cache.held_rows import HeldRows
 from ctxcache.cache.hints import Hints
 from ctxcache.cache.joining import Joining
 from ctxcache.cache.leases import Leases
@@ -92,8 +93,9 @@ class Cache:
         # Each part gets those that it calls, and none knows the whole:
         #
         #     Appends     ──► MemoryRoom, DirtyBound, Pins, Staging, Flushing
-        #     Leases      ──► Promotions, Mending, Pins
+        #     Leases      ──► HeldRows, Promotions, Mending, Pins
         #     Sessions    ──► Leases, to compare token ids
+        #     HeldRows    ──► Mending
         #     Promotions  ──► MemoryRoom, Mending
         #     MemoryRoom  ──► Staging, Flushing, SsdRoom
         #     Flushing    ──► Staging, Mending
@@ -130,7 +132,8 @@ class Cache:
         self.prefetching = Prefetching(state, self.promotions, self.mending)
         self.models = Models(state, metadata)
         leased = Pins("leases", memory.capacity_bytes, limits.lease_share, limits)
-        self.leases = Leases(state, io, self.promotions, self.mending, leased)
+        held_rows = HeldRows(self.ledger, io, self.mending)
+        self.leases = Leases(state, held_rows, self.promotions, self.mending, leased)
         self.tokens = TokenLeases(state, self.leases)
         self.forgetting = Forgetting(state, metadata, self.departures, self.models)
         self.sessions = Sessions(

@@ -6,19 +6,17 @@ A lease holds its segments: neither eviction nor truncation nor deletion takes t
 ends. A session that does not fit into DRAM can still be read as a stream, chunk by chunk.
 """
 
-import mmap
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 from ctxcache.cache.budgets import Pins
+from ctxcache.cache.held_rows import Bounce, HeldRows, Lent, Rows, Summed, settled_sums
 from ctxcache.cache.promotion import Promotions
-from ctxcache.cache.scrubbing import TRIES, Mending
-from ctxcache.cache.segments import SegmentIO
+from ctxcache.cache.scrubbing import Mending
 from ctxcache.cache.state import READ, Call, State
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.segment import Segment
@@ -34,7 +32,6 @@ from ctxcache.errors import (
     TierFailure,
     TooManyRequests,
 )
-from ctxcache.format.checksums import Sums, rows_checksum
 from ctxcache.format.layout import Slot
 from ctxcache.format.streams import StateKind, Stream, StreamRange
 
@@ -186,77 +183,15 @@ class Lease:
         return segment.segment_id not in self.pinned
 
 
-class Rows(NamedTuple):
-    """Rows of one stream, valid as long as the lease; if `is_passing`, until the next ones are asked for.
-
-    `checksum`: that of the rows by their writer. Rows in DRAM, in `segment`, were not verified.
-    """
-
-    stream: Stream
-    token_begin: int
-    data: memoryview
-    checksum: int
-    segment: Segment | None = None
-
-    @property
-    def is_passing(self) -> bool:
-        """Whether the rows are a copy in memory that is used again."""
-        return self.segment is None
-
-
-# Only a view, sums and numbers cross to another thread. No session and no segment is looked at there.
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """A piece whose bytes another thread may read while it is lent. They do not change meanwhile.
-
-    `view` is its slot in DRAM, None when it is not kept there; `sums` are those of its segment's rows then.
-    """
-
-    piece: Piece
-    view: memoryview | None
-    sums: Sums | None
-
-    def rows(self, stream: Stream) -> "Summed | None":
-        """One stream's rows and their checksum; None when DRAM has other rows than it should."""
-        if self.view is None or self.sums is None:
-            raise RuntimeError("it is not kept in DRAM")
-        return summed(self.view, self.sums, self.piece, stream)
-
-
-class Summed(NamedTuple):
-    """Rows, and the checksum that they must have."""
-
-    data: memoryview
-    checksum: int
-
-
-def summed(view: memoryview, sums: Sums, piece: Piece, stream: Stream) -> Summed | None:
-    """A piece's rows of one stream and their checksum; None when DRAM has other bytes than it should.
-
-    For whole chunks the checksum is their writer's, and the chunks are not read.
-    """
-    layout = piece.segment.layout
-    data = view[layout.rows(stream, piece.row_begin, piece.row_end)]
-    whole = sums.values[layout.index[stream]]
-    # The piece is a whole chunk: the stored sum is that of the reader's rows, and no byte is read.
-    if (piece.row_begin, piece.row_end) == (0, sums.row_end):
-        return Summed(data, whole)
-    # A part has no stored sum. It gets one of its own, which is trusted because the whole chunk is right.
-    checksum = rows_checksum(data)
-    # The part is summed before the whole: a change between the two is found by one of them.
-    is_right = rows_checksum(view[layout.rows(stream, 0, sums.row_end)]) == whole
-    return Summed(data, checksum) if is_right else None
-
-
 class Leases:
     """The use cases of a reader."""
 
     def __init__(
-        self, state: State, io: SegmentIO, promotions: Promotions, mending: Mending, pins: Pins
+        self, state: State, held_rows: HeldRows, promotions: Promotions, mending: Mending, pins: Pins
     ) -> None:
         self._state = state
         self._ledger = state.ledger
-        self._io = io
+        self._held_rows = held_rows
         self._promotions, self._mending = promotions, mending
         self.pins = pins
         self._leases: dict[int, Lease] = {}
@@ -433,7 +368,7 @@ class Leases:
                 # Rows left on SSD are the reader's to verify.
                 if piece.segment.memory and not lease.is_past(piece.segment):
                     await self._mending.verify(piece.segment)
-                _check_there(piece)
+                settled_sums(piece)
         except CorruptSegment as error:
             self._state.journal.missed(
                 READ, lease.view.tenant, lease.view.name.removeprefix("sessions/"), error
@@ -520,7 +455,10 @@ class Leases:
         # The pieces are held once more, since the lease may end while the other thread still reads.
         self._keep(lease)
         try:
-            yield tuple(self._lent(lease, piece) for piece in lease.pieces)
+            yield tuple(
+                self._held_rows.lent(piece, is_kept=not lease.is_past(piece.segment))
+                for piece in lease.pieces
+            )
         finally:
             self._let_go(lease)
 
@@ -536,13 +474,13 @@ class Leases:
         """
         await self._mending.verify(segment)
 
-    async def read_past(self, lease: Lease, piece: Piece, stream: Stream, bounce: "Bounce") -> Summed:
+    async def read_past(self, lease: Lease, piece: Piece, stream: Stream, bounce: Bounce) -> Summed:
         """One stream's rows of a piece that is not kept in DRAM; they lie in `bounce`.
 
         Raises CorruptSegment, TierFailure, DeadlineExceeded.
         """
         self.renew(lease)
-        return await self._piece(piece, stream, bounce)
+        return await self._held_rows.copied(piece, stream, bounce)
 
     # -- parts -----------------------------------------------------------------------------------------
 
@@ -553,12 +491,6 @@ class Leases:
     def _let_go(self, lease: Lease) -> None:
         for piece in lease.pieces:
             self._ledger.released(piece.segment, is_past=lease.is_past(piece.segment))
-
-    def _lent(self, lease: Lease, piece: Piece) -> Lent:
-        segment = piece.segment
-        if lease.is_past(segment) or not segment.memory:
-            return Lent(piece, None, None)
-        return Lent(piece, self._io.view(segment), _check_there(piece))
 
     async def _hold(self, request: ReadRequest, *, is_stream: bool = False) -> Lease:
         try:
@@ -681,7 +613,7 @@ class Leases:
         try:
             await self._promotions.promote(list(unique.values()))
         except CorruptSegment as error:
-            await self._bad(error)
+            await self._mending.quarantine_named(error)
             raise
 
     async def _prepare(self, lease: Lease, request: ReadRequest) -> None:
@@ -695,16 +627,8 @@ class Leases:
             if request.is_summed:
                 await self._mending.settle(segment, piece.row_end)
 
-    async def _bad(self, error: CorruptSegment) -> None:
-        # The segment is looked up by number: it may be gone, after another reader found it bad.
-        segment = self._ledger.segment(int(error.facts["segment_id"]))
-        if segment is not None:
-            await self._mending.quarantine({segment})
-
     async def _rows(self, lease: Lease, streams: Sequence[Stream]) -> AsyncIterator[Rows]:
         bounce = Bounce()
-        # A segment in DRAM stays in its slot as long as the lease holds it.
-        views: dict[int, memoryview] = {}
         for stream in streams:
             for piece in lease.pieces:
                 # A reader that takes rows keeps its lease alive; one that stops loses it after
@@ -712,97 +636,16 @@ class Leases:
                 self.renew(lease)
                 segment = piece.segment
                 if segment.memory and not lease.is_past(segment):
-                    view = views.get(segment.segment_id)
-                    if view is None:
-                        view = views[segment.segment_id] = self._io.view(segment)
-                    data, checksum = await self._summed(view, piece, stream)
+                    # A segment in DRAM stays in its slot as long as the lease holds it.
+                    data, checksum = await self._held_rows.in_place(piece, stream)
                     yield Rows(stream, piece.token_begin, data, checksum, segment)
                 else:
-                    data, checksum = await self._piece(piece, stream, bounce)
+                    data, checksum = await self._held_rows.copied(piece, stream, bounce)
                     yield Rows(stream, piece.token_begin, data, checksum)
-
-    async def _summed(self, view: memoryview, piece: Piece, stream: Stream) -> Summed:
-        """A held piece's rows in DRAM, and what they must be. Raises CorruptSegment, TierFailure."""
-        # Memory that does not keep restored rows fails for good, and its reader gets that error.
-        for _ in range(TRIES):
-            found = summed(view, _check_there(piece), piece, stream)
-            if found is not None:
-                return found
-            await self._mending.verify(piece.segment)
-        raise CorruptSegment(segment_id=piece.segment.segment_id, problem="memory does not keep its rows")
-
-    async def _piece(self, piece: Piece, stream: Stream, bounce: "Bounce") -> Summed:
-        """One stream's rows of a piece that is not in DRAM, or may leave it: a copy."""
-        segment = piece.segment
-        place = bounce.of(segment.layout.size_bytes)
-        # The device may take longer than the lease lasts.
-        self._ledger.held(segment)
-        try:
-            # The segment may come to memory, and leave it, while this call waits: each try looks anew.
-            for _ in range(TRIES):
-                if not segment.memory:
-                    return await self._chunk(piece, stream, bounce)
-                await self._mending.settle(segment, piece.row_end)
-                data, checksum = await self._summed(self._io.view(segment), piece, stream)
-                place[: len(data)] = data
-                # Memory may change under the copy, so that the copy is verified.
-                if rows_checksum(place[: len(data)]) == checksum:
-                    return Summed(place[: len(data)], checksum)
-                await self._mending.verify(segment)
-            raise CorruptSegment(segment_id=segment.segment_id, problem="memory does not keep its rows")
-        finally:
-            self._ledger.released(segment)
-
-    async def _chunk(self, piece: Piece, stream: Stream, bounce: "Bounce") -> Summed:
-        wanted = piece.row_begin, piece.row_end
-
-        async def chunk(slot: Slot) -> tuple[memoryview, int]:
-            place = bounce.of(piece.segment.layout.size_bytes)
-            try:
-                return await self._io.read_chunk(piece.segment, slot, stream, wanted, place)
-            except TierFailure:
-                # A device that gave no answer may still write there.
-                bounce.forget()
-                raise
-
-        try:
-            return Summed(*await self._mending.read(piece.segment, chunk))
-        except CorruptSegment as error:
-            await self._bad(error)
-            raise
-
-
-class Bounce:
-    """A page-aligned buffer of one slot's size, made when first needed."""
-
-    def __init__(self) -> None:
-        self._view: memoryview | None = None
-
-    def of(self, size_bytes: int) -> memoryview:
-        """At least so many bytes. Bytes that an earlier call returned may lie there too."""
-        if self._view is None or len(self._view) < size_bytes:
-            # Whole pages: direct reads need an aligned place.
-            self._view = memoryview(mmap.mmap(-1, size_bytes))
-        return self._view
-
-    def forget(self) -> None:
-        """Use other memory from now on."""
-        self._view = None
 
 
 def _sizes_bytes(blocks: Mapping[Session, Segment]) -> dict[int, int]:
     return {segment.segment_id: segment.layout.size_bytes for segment in blocks.values()}
-
-
-def _check_there(piece: Piece) -> Sums:
-    """The checksums of a held piece's segment.
-
-    Raises CorruptSegment where the segment now ends before the piece.
-    """
-    segment = piece.segment
-    if piece.row_end > segment.row_count:
-        raise CorruptSegment(segment_id=segment.segment_id, problem="its last rows were lost")
-    return segment.settled
 
 
 def _chosen(view: SessionView, ranges: Sequence[StreamRange]) -> Sequence[Stream]:

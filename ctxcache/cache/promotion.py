@@ -288,11 +288,8 @@ class Prefetching:
             async with self.turns:
                 return await self._promote_in_turn(session, deque(segments))
         except CorruptSegment as error:
-            # Bad bytes are dealt with here as for a reader, and the session is cut before anybody asks for
-            # it.
-            segment = self._ledger.segment(int(error.facts["segment_id"]))
-            if segment is not None:
-                await self._mending.quarantine({segment})
+            # The session is cut before anybody asks for it.
+            await self._mending.quarantine_named(error)
             raise
 
     async def _promote_in_turn(self, session: Session, segments: deque[Segment]) -> PromotionOutcome:

@@ -165,6 +165,13 @@ class Mending:
         # One commit has the shorter sessions, the dead segments, and the slots that are kept from use.
         await self._departures.write_down(cut, dead=dead, bad=slots)
 
+    async def quarantine_named(self, error: CorruptSegment) -> None:
+        """As `quarantine`, of the segment that an error names."""
+        # It may be gone, where another reader met the same error.
+        segment = self._ledger.segment(int(error.facts["segment_id"]))
+        if segment is not None:
+            await self.quarantine({segment})
+
     def cut(
         self, bad: Collection[Segment], event: Event, why: str
     ) -> tuple[Sequence[Session], Sequence[Segment]]:

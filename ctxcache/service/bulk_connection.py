@@ -28,7 +28,8 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from ctxcache.cache import Cache
-from ctxcache.cache.leases import Bounce, Lease, Lent, Summed
+from ctxcache.cache.held_rows import Bounce, Lent, Summed
+from ctxcache.cache.leases import Lease
 from ctxcache.cache.reservations import Room
 from ctxcache.cache.scrubbing import TRIES
 from ctxcache.core.limits import Bound

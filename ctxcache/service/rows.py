@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 from ctxcache.cache.appends import Appends
-from ctxcache.cache.leases import Lease, ReadRequest, Rows
+from ctxcache.cache.held_rows import Rows
+from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.cache.reservations import Reservation
 from ctxcache.cache.scrubbing import TRIES
 from ctxcache.core.ledger.segment import Segment

@@ -27,7 +27,8 @@ from service_rig import (
 )
 
 from ctxcache.cache.appends import RESERVATION_LIFETIME_NS
-from ctxcache.cache.leases import LEASE_LIFETIME_NS, Rows
+from ctxcache.cache.held_rows import Rows
+from ctxcache.cache.leases import LEASE_LIFETIME_NS
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import DeadlineExceeded
 from ctxcache.format.checksums import rows_checksum
