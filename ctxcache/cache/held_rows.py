@@ -24,9 +24,9 @@ from ctxcache.format.streams import Stream
 
 
 class Rows(NamedTuple):
-    """Rows of one stream, valid as long as the lease; if `is_passing`, until the next ones are asked for.
+    """Rows of one stream, valid as long as the lease; if `is_passing`, until the next rows are asked for.
 
-    `checksum`: that of the rows by their writer. Rows in DRAM, in `segment`, were not verified.
+    `checksum`: that of their writer. `segment`: that of rows in DRAM, which were not verified.
     """
 
     stream: Stream
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 class Lent:
     """A piece whose bytes another thread may read while it is lent. They do not change meanwhile.
 
-    `view` is its slot in DRAM, None when it is not kept there; `sums` are those of its segment's rows then.
+    `view` is its slot in DRAM, and `sums` are those of its segment's rows; None when it may leave DRAM.
     """
 
     piece: Piece
@@ -56,7 +56,7 @@ class Lent:
     def rows(self, stream: Stream) -> "Summed | None":
         """One stream's rows and their checksum; None when DRAM has other rows than it should."""
         if self.view is None or self.sums is None:
-            raise RuntimeError("it is not kept in DRAM")
+            raise RuntimeError("the piece is not kept in DRAM")
         return summed(self.view, self.sums, self.piece, stream)
 
 
@@ -92,7 +92,7 @@ class Bounce:
         self._view: memoryview | None = None
 
     def of(self, size_bytes: int) -> memoryview:
-        """At least so many bytes. Bytes that an earlier call returned may lie there too."""
+        """A view of `size_bytes` or more. It may be the one that an earlier call returned."""
         if self._view is None or len(self._view) < size_bytes:
             # Whole pages: direct reads need an aligned place.
             self._view = memoryview(mmap.mmap(-1, size_bytes))
@@ -121,9 +121,9 @@ class HeldRows:
         view = self._io.view(piece.segment)
         # Memory that does not keep restored rows fails for good, and its reader gets that error.
         for _ in range(TRIES):
-            found = summed(view, settled_sums(piece), piece, stream)
-            if found is not None:
-                return found
+            rows = summed(view, settled_sums(piece), piece, stream)
+            if rows is not None:
+                return rows
             await self._mending.verify(piece.segment)
         raise CorruptSegment(segment_id=piece.segment.segment_id, problem="memory does not keep its rows")
 
@@ -134,13 +134,12 @@ class HeldRows:
         """
         segment = piece.segment
         place = bounce.of(segment.layout.size_bytes)
-        # The device may take longer than the lease lasts.
+        # The device may take longer than the lease lasts. A segment in DRAM stays there from here on.
         self._ledger.held(segment)
         try:
-            # The segment may come to memory, and leave it, while this call waits: each try looks anew.
+            if not segment.memory:
+                return await self._chunk(piece, stream, bounce)
             for _ in range(TRIES):
-                if not segment.memory:
-                    return await self._chunk(piece, stream, bounce)
                 await self._mending.settle(segment, piece.row_end)
                 data, checksum = await self.in_place(piece, stream)
                 place[: len(data)] = data

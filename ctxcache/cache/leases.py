@@ -38,7 +38,7 @@ from ctxcache.format.streams import StateKind, Stream, StreamRange
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """The request of a reader: tokens `[begin, end)`, `end` None for all, of a session of that model.
+    """The request of a reader: tokens `[begin, end)` of a session of that model; `end` None for all.
 
     The rows count in `client`'s share of the arena. `leaves_on_ssd`: segments that are not in DRAM are read
     where they lie. `is_summed`: the answer has the rows' checksums. `is_rechecked`: segments in DRAM are
@@ -62,10 +62,10 @@ class ReadRequest:
 # A session may be cut, deleted or moved between two looks. Only a look and the holds that follow it without
 # an await belong together.
 class ReadPlan:
-    """A request, resolved against the session as it is now; to be looked at again after every await."""
+    """A request, resolved against the session as it is now. `look` again after every await."""
 
     now_ns: int
-    """When it was looked at, in the store's time."""
+    """When `look` ran, in the store's time."""
     session: Session
     end: int
     pieces: tuple[Piece, ...]
@@ -114,20 +114,19 @@ class ReadPlan:
 
     @property
     def sum_count(self) -> int:
-        """Checksums of its pieces, as an answer says them."""
+        """How many checksums an answer with these pieces has."""
         return len(self.pieces) * len(self.session.layout.specs)
 
     def look_for_stream(self, budget: Budget) -> dict[int, int]:
-        """As `look`.
+        """As `look`, and never refused: where the budget lacks room for all, only some are to be pinned.
 
-        Where the budget lacks room for all, segments that are in DRAM already are taken as far as it goes.
+        Those are the first segments in DRAM, as many as the budget has room for.
         """
         sizes_bytes = self.look()
         if self.request.is_quiet:
             # A quiet read pins nothing and counts as no use: export and copying must not warm up what they
             # read.
             self.sizes_bytes = {}
-        # A stream is never refused for room: what does not fit is read past memory.
         elif not budget.fits(self.owner, sizes_bytes):
             resident = {p.segment.segment_id: p.segment.size_bytes for p in self.pieces if p.segment.memory}
             left_bytes, self.sizes_bytes = budget.limit_of(self.owner), {}
@@ -156,7 +155,7 @@ NOTHING: Mapping[int, Slot] = MappingProxyType({})
 class Lease:
     """Pieces held for a reader, in token order. All are in DRAM, but for those that the request left on SSD.
 
-    Its deadline begins when its rows are there; a stream's moves on with every piece it reads.
+    The deadline begins when the rows are there. That of a stream moves on with every piece that it reads.
     """
 
     lease_id: int
@@ -179,7 +178,7 @@ class Lease:
     """Uids of the other blocks of a lease of several; `view` is of the first."""
 
     def is_past(self, segment: Segment) -> bool:
-        """Whether it is read past DRAM, where its rows do not stay."""
+        """Whether a segment may leave DRAM during the lease: it is not pinned, and is read past DRAM."""
         return segment.segment_id not in self.pinned
 
 
@@ -223,7 +222,7 @@ class Leases:
 
     def age_s(self, lease: Lease) -> float:
         """For how many seconds a lease is held."""
-        return (self._state.clock.monotonic_ns() - lease.begun_ns) / 10**9
+        return (self._state.clock.monotonic_ns() - lease.begun_ns) / SECOND_NS
 
     def held(self) -> Iterator[Segment]:
         """Segments held by leases, once per hold."""
@@ -269,21 +268,16 @@ class Leases:
         # The lease may have ended while this call waited for room, and others may have begun.
         self._check_count(tenant)
         source, now_ns = held(), self._state.clock.monotonic_ns()
-        self.pins.pin(owner, source.pinned)
         # A copy of the lease with its own number and deadline. Its rows are those of the source, held once
         # more.
-        self._last_id += 1
         lease = replace(
             source,
-            lease_id=self._last_id,
+            lease_id=self._new_id(),
             client=owner,
             begun_ns=now_ns,
             deadline_ns=now_ns + LEASE_LIFETIME_NS,
         )
-        for piece in lease.pieces:
-            self._ledger.held(piece.segment, is_past=lease.is_past(piece.segment))
-        self._leases[lease.lease_id] = lease
-        self._counts[tenant] += 1
+        self._enter(lease)
         # The session may be gone while its rows are still held by the source.
         session = self._ledger.get(lease.view.uid)
         if session is not None:
@@ -295,7 +289,7 @@ class Leases:
         return lease
 
     def let_go(self, leases: Iterable[Lease]) -> None:
-        """End those of the leases that have not ended."""
+        """End these leases. Ignores those that have ended."""
         for lease in leases:
             if lease.lease_id in self._leases:
                 self.release(lease.lease_id)
@@ -330,16 +324,16 @@ class Leases:
     # The blocks of one look-up or load share one lease: the work per lease, and not per block, is a third of
     # the whole for sixteen blocks.
     def has_room_for_blocks(self, blocks: Mapping[Session, Segment], owner: Pinner) -> bool:
-        """Whether `acquire_blocks` may be called now: no wait, and no refusal.
+        """Whether `acquire_blocks` may be called now, without a wait and a refusal.
 
-        Raises CapacityExceeded: more than may ever be held.
+        Raises CapacityExceeded where the blocks are more than may ever be held.
         """
         return not self._is_full(owner.tenant) and self.pins.has_room(owner, _sizes_bytes(blocks))
 
     def acquire_blocks(self, blocks: Mapping[Session, Segment], owner: Pinner, now_ns: int) -> Lease:
-        """One lease of all these blocks of the owner's tenant. They are in DRAM, by a look of this turn.
+        """One lease of all these blocks of the owner's tenant, at `now_ns` of the store's time.
 
-        At `now_ns` of the store's time. Each counts as an access.
+        The caller has seen them in DRAM, and has not awaited since. Each block counts as accessed.
         """
         first, *others = blocks
         lease = self._begin(
@@ -358,7 +352,7 @@ class Leases:
         return lease
 
     async def recheck(self, lease_id: int) -> None:
-        """Verify what a lease holds in DRAM, since its reader found other bytes.
+        """Verify the rows that a lease holds in DRAM, since its reader found other bytes.
 
         Raises LeaseNotFound, CorruptSegment, TierFailure.
         """
@@ -395,12 +389,12 @@ class Leases:
             del self._counts[tenant]
         self._state.seen.lease_s.observe((now_ns - lease.begun_ns) / SECOND_NS)
         if not lease.is_quiet:
-            # The end of the use comes before the rows: the policy ranks the session before its segments may
-            # leave.
+            # The session's use ends before the holds do: the policy ranks the session before its segments
+            # may leave.
             self._ledger.read_ended(lease.view.uid, now_ns / SECOND_NS)
             for uid in lease.others:
                 self._ledger.read_ended(uid, now_ns / SECOND_NS)
-        self._let_go(lease)
+        self._release_pieces(lease)
         self.pins.unpin(lease.client, lease.pinned)
         if self._state.journal.listening is not None:
             self._state.journal.did(Call.RELEASE, lease.view, lease=lease_id)
@@ -413,7 +407,7 @@ class Leases:
             self.release(lease.lease_id)
             session = self._ledger.get(lease.view.uid)
             if session is not None:
-                detail = f"read: a lease was not released within {LEASE_LIFETIME_NS // 10**9} s"
+                detail = f"read: a lease was not released within {LEASE_LIFETIME_NS // SECOND_NS} s"
                 self._state.journal.happened(session, Event.TIMEOUT, detail=detail)
 
     @asynccontextmanager
@@ -451,19 +445,19 @@ class Leases:
 
     @contextmanager
     def lend(self, lease: Lease) -> Iterator[tuple[Lent, ...]]:
-        """Hold a stream's pieces for another thread, whatever becomes of the lease meanwhile."""
+        """Hold a stream's pieces for another thread, even past the lease's end."""
         # The pieces are held once more, since the lease may end while the other thread still reads.
-        self._keep(lease)
+        self._hold_pieces(lease)
         try:
             yield tuple(
                 self._held_rows.lent(piece, is_kept=not lease.is_past(piece.segment))
                 for piece in lease.pieces
             )
         finally:
-            self._let_go(lease)
+            self._release_pieces(lease)
 
     def renew(self, lease: Lease) -> None:
-        """Let a stream's lease live on: its reader takes rows. Raises DeadlineExceeded."""
+        """Move a lease's deadline on, for its reader takes rows. Raises DeadlineExceeded."""
         self.check(lease)
         self._renew(lease)
 
@@ -484,11 +478,22 @@ class Leases:
 
     # -- parts -----------------------------------------------------------------------------------------
 
-    def _keep(self, lease: Lease) -> None:
+    def _new_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def _enter(self, lease: Lease) -> None:
+        """Pin and hold a lease's pieces, and keep the lease until `release`. The budget has room for it."""
+        self.pins.pin(lease.client, lease.pinned)
+        self._hold_pieces(lease)
+        self._leases[lease.lease_id] = lease
+        self._counts[lease.view.tenant] += 1
+
+    def _hold_pieces(self, lease: Lease) -> None:
         for piece in lease.pieces:
             self._ledger.held(piece.segment, is_past=lease.is_past(piece.segment))
 
-    def _let_go(self, lease: Lease) -> None:
+    def _release_pieces(self, lease: Lease) -> None:
         for piece in lease.pieces:
             self._ledger.released(piece.segment, is_past=lease.is_past(piece.segment))
 
@@ -551,9 +556,9 @@ class Leases:
         is_quiet: bool = False,
         others: Sequence[Session] = (),
     ) -> Lease:
-        """Hold pieces of a session, tokens `span`. `looked_ns`: when they were found, in the store's time.
+        """Hold pieces of a session, tokens `span`, that were seen at `looked_ns` of the store's time.
 
-        `others`: further blocks to which some of the pieces belong.
+        Nothing was awaited since. `others`: further blocks to which some of the pieces belong.
         """
         now_ns = self._state.clock.monotonic_ns()
         if not is_quiet:
@@ -561,10 +566,8 @@ class Leases:
                 self._ledger.touched(leased, looked_ns)
             self._state.counters.read_token_count += span[1] - span[0]
             self._state.counters.dram_hit_token_count += dram_token_count
-        self.pins.pin(owner, sizes_bytes)
-        self._last_id += 1
         lease = Lease(
-            self._last_id,
+            self._new_id(),
             # The view is of this moment: it stays true of the lease's rows when the session goes on.
             session.view(),
             *span,
@@ -578,10 +581,7 @@ class Leases:
             others=tuple([leased.uid for leased in others]) if others else (),
         )
         # Nothing awaits between the look and these holds: the segments are where the look saw them.
-        for piece in pieces:
-            self._ledger.held(piece.segment, is_past=piece.segment.segment_id not in sizes_bytes)
-        self._leases[lease.lease_id] = lease
-        self._counts[session.tenant] += 1
+        self._enter(lease)
         if not is_quiet:
             for leased in others:
                 self._ledger.read_began(leased, (), now_ns / SECOND_NS)
@@ -617,7 +617,7 @@ class Leases:
             raise
 
     async def _prepare(self, lease: Lease, request: ReadRequest) -> None:
-        """Make the reader's sums for pieces in DRAM, and verify them where the request asks for it."""
+        """Verify a lease's pieces in DRAM and sum the reader's rows, each where the request asks for it."""
         for piece in lease.pieces:
             segment = piece.segment
             if not segment.memory or lease.is_past(segment):
