@@ -1,51 +1,46 @@
-"""Blocks: an engine's own bytes, put and found by its keys. The calls of BlockService.
+"""Blocks: an engine's own bytes, put and loaded by its keys. The calls of BlockService.
 
     put      room for what is absent ──► bytes copied and added up in one pass ──► committed
     load     lease ──► bytes copied and compared in one pass ──► released
 
 On the server's host bytes are written and read in the arena, and only keys and places go over the control
-Worst case: one deadline per call. A put or load of much is several calls, each of which is done or not.
+socket. Worst case: one deadline per call. A put or load of much is several calls, each of which is done or
+not.
 """
 
-import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice, starmap
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from google.protobuf.duration_pb2 import Duration
 
-from ctxcache.client.access import AccessStream, ArenaAttachment, Begun, ClockPair, Hold, acquire
+from ctxcache.client.access import AccessStream, ArenaAttachment, Hold
 from ctxcache.client.arena import Bytes, MappedArena
 from ctxcache.client.block_bytes import Array, BlockData, PartMemory, Writing, check_sizes, parts_of
 from ctxcache.client.block_files import BlockFiles
-from ctxcache.client.convert import checked_token, durability_to_wire
+from ctxcache.client.block_leases import BAD, LeasedBlocks, lease_blocks, memory_for
+from ctxcache.client.block_lookups import KEYS_PER_CALL, STATES, HoldingLookUp, blocks_of, look_up
+from ctxcache.client.convert import checked_token, durability_to_wire, space_to_wire, ttl_to_wire
 from ctxcache.client.futures import Completions
-from ctxcache.client.messages import write_block_space
 from ctxcache.client.routes import RowRoutes
 from ctxcache.client.streamed_rows import draw_end
-from ctxcache.client.types import BlockChange, BlockNews, BlockSpace, Durability, FoundBlock, LookupState
+from ctxcache.client.types import BlockChange, BlockNews, BlockSpace, Durability, FoundBlock
 from ctxcache.client.wire import Wire, trace_metadata
-from ctxcache.errors import CacheError, ChecksumMismatch, DeadlineExceeded, InvalidArgument, LeaseNotFound
+from ctxcache.errors import CacheError, ChecksumMismatch, DeadlineExceeded, InvalidArgument
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.v1 import arena_pb2, block_pb2
 from ctxcache.v1.arena_pb2 import (
-    AccessResponse,
     Operation,
-    OperationError,
-    OperationResult,
     ReleaseReservation,
 )
-from ctxcache.wire.frames import LENGTH_DELIMITED, varint
 
 # Bounds of a call: on keys and parts the server's own, on bytes an eighth of the arena, since held bytes
 # cannot be given up for others.
-KEYS_PER_CALL = 4096
 PARTS_PER_CALL = 4096
 BYTES_PER_CALL = 64 << 20
 """Bytes of blocks that are held at a time, and never more than a part of the arena."""
@@ -54,25 +49,6 @@ ARENA_SHARE = 8
 MESSAGE_BYTES = 1 << 20
 MOST_BLOCK_BYTES = 16 << 20
 _NS_PER_S = 10**9
-SPACES_KEPT = 64
-"""Spaces whose messages are kept ready."""
-ANSWERS_KEPT, REMEMBERED_BYTES = 256, 512
-"""Answers that are kept decoded, and the longest such one.
-
-Blocks of an engine have few sizes, and the first ones of a prompt are mostly there.
-"""
-KEY_BYTES = 32
-# A look-up is the call that an engine makes most, once for each request that it schedules. Its message is put
-# together from bytes made before:
-#
-#     | tag LookupBlocks, length | space (made once per space) | tag, 32 | key | tag, 32 | key | …
-#
-# Answers of the same bytes are the same, so that small ones are kept decoded.
-_LOOKUP = bytes((Operation.LOOKUP_BLOCKS_FIELD_NUMBER << 3 | LENGTH_DELIMITED,))
-"""The beginning of a look-up as an operation, before its length."""
-_KEY = bytes((block_pb2.LookupBlocksRequest.KEYS_FIELD_NUMBER << 3 | LENGTH_DELIMITED, KEY_BYTES))
-"""The bytes in front of each key of a message."""
-_STATES: dict[int, LookupState] = {state.value: state for state in LookupState}
 
 
 class _New(NamedTuple):
@@ -97,20 +73,13 @@ class BlockCalls:
         """The block under each key. Counts as no access. Raises InvalidArgument."""
         answers: list[FoundBlock] = []
         for begin in range(0, len(keys), KEYS_PER_CALL):
-            request = _lookup(space, keys[begin : begin + KEYS_PER_CALL])
+            some = keys[begin : begin + KEYS_PER_CALL]
             attachment = self._routes.attach()
             if attachment is None:
-                asked = block_pb2.LookupBlocksRequest.FromString(request)
-                answers += _found(self._wire.call(self._wire.blocks.LookupBlocks, asked))
-                continue
-            encoded = attachment.stream.ask(_LOOKUP + varint(len(request)) + request)
-            # `__wrapped__` is the function without its cache: long answers would fill it, and hardly come
-            # again.
-            read = _answer if len(encoded) <= REMEMBERED_BYTES else _answer.__wrapped__
-            answer = read(encoded)
-            if isinstance(answer, OperationError):
-                raise attachment.stream.error_of(answer)
-            answers += answer
+                asked = block_pb2.LookupBlocksRequest(space=space_to_wire(space), keys=some)
+                answers += blocks_of(self._wire.call(self._wire.blocks.LookupBlocks, asked))
+            else:
+                answers += look_up(attachment.stream, space, some)
         return answers
 
     def look_up_and_hold(
@@ -173,13 +142,13 @@ class BlockCalls:
             _new(key, parents.get(key, b""), data, numbers, part_bytes or None)
             for key, data in blocks.items()
         ]
-        ttl = None if ttl_s is None else _duration(ttl_s)
+        ttl = None if ttl_s is None else ttl_to_wire(ttl_s)
         attachment = self._routes.attach()
         arena = None if attachment is None else attachment.arena.writable()
         put_count = 0
         for some in _by_size(new, len(space.parts), self._most_bytes(attachment)):
             request = block_pb2.ReserveBlocks(
-                space=_space(space),
+                space=space_to_wire(space),
                 blocks=[
                     block_pb2.NewBlock(key=one.key, parent_key=one.parent, part_bytes=one.part_bytes)
                     for one in some
@@ -191,7 +160,7 @@ class BlockCalls:
             if attachment is None or arena is None:
                 put_count += self._put_by_stream(request, some, numbers, durability)
             else:
-                put_count += _put_in_place(attachment.stream, arena, request, some, durability)
+                put_count += _put_inmemory_for(attachment.stream, arena, request, some, durability)
         return put_count
 
     def put_async(
@@ -268,7 +237,7 @@ class BlockCalls:
             if attachment is None:
                 loaded = self._load_by_stream(space, keys[part], targets[part], writing)
             else:
-                loaded = self._load_in_place(
+                loaded = self._load_inmemory_for(
                     space, keys[part], targets[part], attachment, writing, past_dram=past_dram
                 )
             blocks += loaded
@@ -288,9 +257,9 @@ class BlockCalls:
         TooManyRequests, TierFailure.
         """
         request = block_pb2.LeaseBlocksRequest(
-            space=_space(space), keys=keys, ttl=_duration(ttl_s), outlives_connection=outlives_client
+            space=space_to_wire(space), keys=keys, ttl=ttl_to_wire(ttl_s), outlives_connection=outlives_client
         )
-        return _leased(self._attached(), request)
+        return lease_blocks(self._attached(), request)
 
     def leased(self, token: bytes) -> "LeasedBlocks":
         """The blocks of a lease of this tenant, by its token, from any of its clients.
@@ -298,13 +267,13 @@ class BlockCalls:
         Raises LeaseNotFound, InvalidArgument.
         """
         request = block_pb2.LeaseBlocksRequest(token=checked_token(token))
-        return _leased(self._attached(), request)
+        return lease_blocks(self._attached(), request)
 
     def delete(self, space: BlockSpace, keys: Sequence[bytes]) -> int:
         """Delete the blocks that are there; returns how many. Raises WriteInProgress, TierFailure."""
         count = 0
         for some in _batches(keys, KEYS_PER_CALL):
-            request = block_pb2.DeleteBlocksRequest(space=_space(space), keys=some)
+            request = block_pb2.DeleteBlocksRequest(space=space_to_wire(space), keys=some)
             attachment = self._routes.attach()
             if attachment is None:
                 answer = self._wire.call(self._wire.blocks.DeleteBlocks, request)
@@ -319,7 +288,7 @@ class BlockCalls:
         Counts as no access. Iterating waits for news, and raises InvalidArgument, TooManyRequests, Draining,
         Unavailable. A new subscription hears of every block again.
         """
-        request = block_pb2.SubscribeBlocksRequest(space=_space(space))
+        request = block_pb2.SubscribeBlocksRequest(space=space_to_wire(space))
         with self._wire.errors():
             call = self._wire.blocks.SubscribeBlocks(request, metadata=trace_metadata())
         return BlockSubscription(self._wire, call)
@@ -345,7 +314,7 @@ class BlockCalls:
             arena_bytes = self._arena_bytes
         return min(BYTES_PER_CALL, arena_bytes // ARENA_SHARE)
 
-    def _load_in_place(
+    def _load_inmemory_for(
         self,
         space: BlockSpace,
         keys: Sequence[bytes],
@@ -355,18 +324,18 @@ class BlockCalls:
         *,
         past_dram: bool,
     ) -> list[list[Array] | None]:
-        request = block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys)
+        request = block_pb2.LeaseBlocksRequest(space=space_to_wire(space), keys=keys)
         request.leave_on_ssd = past_dram and attachment.arena.ssd_files().is_open
         loaded = self._load_some(request, targets, attachment, writing)
         # Blocks that differ are asked for once more. The server then verifies what it has first.
-        bad = [i for i, block in enumerate(loaded) if block is _BAD]
+        bad = [i for i, block in enumerate(loaded) if block is BAD]
         if bad:
             some_bad, places_bad = [keys[i] for i in bad], [targets[i] for i in bad]
-            request = block_pb2.LeaseBlocksRequest(space=_space(space), keys=some_bad, recheck=True)
+            request = block_pb2.LeaseBlocksRequest(space=space_to_wire(space), keys=some_bad, recheck=True)
             again = self._load_some(request, places_bad, attachment, writing)
             for i, block in zip(bad, again, strict=True):
                 loaded[i] = block
-        return [None if block is _BAD else block for block in loaded]
+        return [None if block is BAD else block for block in loaded]
 
     def _load_some(
         self,
@@ -375,8 +344,8 @@ class BlockCalls:
         attachment: ArenaAttachment,
         writing: Writing,
     ) -> list[list[Array] | None]:
-        """The loaded parts of each block; `_BAD` for one that is not what its writer said."""
-        with _leased(attachment, request) as leased:
+        """The loaded parts of each block; `BAD` for one that is not what its writer said."""
+        with lease_blocks(attachment, request) as leased:
             loaded = []
             for i, target in enumerate(targets):
                 with writing():
@@ -412,12 +381,12 @@ class BlockCalls:
                     yield
 
         # All sizes are checked before the first byte is read.
-        places = {i: _place(targets[i], block.part_bytes) for i, block in left}
+        places = {i: memory_for(targets[i], block.part_bytes) for i, block in left}
 
         def read(number: int, block: block_pb2.BlockLocation) -> None:
             is_good = self._files.read(arena.ssd_files(), block, places[number], in_time)
             arrays = [array for part in places[number] for array in part.arrays]
-            loaded[number] = arrays if is_good else _BAD
+            loaded[number] = arrays if is_good else BAD
 
         timeout_s = self._wire.bulk_timeout_s(sum(sum(block.part_bytes) for _, block in left))
         late = DeadlineExceeded(target="the SSD tier's files", timeout_s=f"{timeout_s:g}")
@@ -467,7 +436,7 @@ class BlockCalls:
         writing: Writing,
     ) -> list[list[Array] | None]:
         request = block_pb2.ReadBlocksRequest(
-            blocks=block_pb2.LeaseBlocksRequest(space=_space(space), keys=keys)
+            blocks=block_pb2.LeaseBlocksRequest(space=space_to_wire(space), keys=keys)
         )
         # A block of unknown size counts for 16 MiB: this is a deadline, not a limit.
         size_bytes = sum(
@@ -481,64 +450,6 @@ class BlockCalls:
             finally:
                 call.cancel()
                 draw_end(call)
-
-
-class HoldingLookUp:
-    """A look-up under way, whose first keys were sent. One thread waits for it, or gives it up."""
-
-    def __init__(self, stream: AccessStream, space: BlockSpace, keys: Sequence[bytes], ttl_s: float) -> None:
-        self._stream, self._space = stream, space
-        self._hold = _hold_field(ttl_s)
-        self._parts = [keys[begin : begin + KEYS_PER_CALL] for begin in range(0, len(keys), KEYS_PER_CALL)]
-        self._found, self._holds = list[FoundBlock](), list[Hold]()
-        self._begun: Begun | None = None
-        self._begin()
-
-    def result(self) -> tuple[list[FoundBlock], list[Hold]]:
-        """See `look_up_and_hold`."""
-        while not self.is_over(math.inf):
-            continue
-        return self._found, self._holds
-
-    def is_over(self, within_s: float) -> bool:
-        """Whether `result` has nothing to wait for, now or after so long. Raises as `look_up_and_hold`."""
-        try:
-            while self._begun is not None:
-                answer = self._begun.answer(within_s)
-                if answer is None:
-                    return False
-                self._take(answer)
-                self._begin()
-        except BaseException:
-            self._begun = None
-            self.give_up()
-            raise
-        return True
-
-    def give_up(self) -> None:
-        """Wait for no more answers, and end the holds."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            begun.give_up()
-        for one in self._holds:
-            one.release_soon()
-
-    def _begin(self) -> None:
-        self._begun = None
-        if self._parts:
-            # Encoded messages in a row are one message.
-            request = _lookup(self._space, self._parts.pop(0)) + self._hold
-            self._sent = ClockPair.now()
-            self._begun = self._stream.begin(_LOOKUP + varint(len(request)) + request)
-
-    def _take(self, encoded: bytes) -> None:
-        [result] = AccessResponse.FromString(encoded).results
-        if result.HasField("error"):
-            raise self._stream.error_of(result.error)
-        answer = result.found_blocks
-        if answer.token:
-            self._holds.append(_hold(self._stream, self._sent, answer))
-        self._found += _found(answer)
 
 
 class BlockSubscription:
@@ -577,121 +488,7 @@ class BlockSubscription:
         draw_end(self._call)
 
 
-class LeasedBlocks:
-    """Blocks held in DRAM, which may be read until `release`. A context manager.
-
-    `token` names the lease for other connections of the tenant, 16 bytes; empty where no block is held.
-    """
-
-    def __init__(self, attachment: ArenaAttachment, lease: block_pb2.BlockLease, hold: Hold) -> None:
-        self.token = lease.token
-        self._arena = attachment.arena.readable
-        self._blocks = lease.blocks
-        self._hold = hold
-
-    def __len__(self) -> int:
-        """How many keys were asked for."""
-        return len(self._blocks)
-
-    def parts(self, number: int) -> list[Bytes] | None:
-        """The parts of the key of that number where they lie, not verified; None where no block is there.
-
-        Valid while `check` raises nothing.
-        """
-        block = self._blocks[number]
-        # Every block has bytes: one without a place is not there, and one on SSD has none in DRAM.
-        if not block.offset_bytes or block.HasField("path_index"):
-            return None
-        return [
-            self._arena[begin : begin + size_bytes]
-            for begin, size_bytes in zip(block.offset_bytes, block.part_bytes, strict=True)
-        ]
-
-    def copy(
-        self, number: int, into: BlockData | None = None, *, is_verified: bool = True
-    ) -> list[Array] | None:
-        """Copy a block's parts out, to new arrays by default; None for a block that is not there.
-
-        An empty list for a block whose bytes are not what its writer said. Call `check` afterwards. Raises
-        InvalidArgument.
-        """
-        parts = None if into is None else parts_of(into, "into", is_written=True)
-        return self.copied(number, parts, is_verified=is_verified)
-
-    def copied(self, number: int, into: list[PartMemory] | None, *, is_verified: bool) -> list[Array] | None:
-        """As `copy`."""
-        parts = self.parts(number)
-        if parts is None:
-            return None
-        targets = _place(into, [part.size for part in parts])
-        checksums = self._blocks[number].checksums
-        for target, part, checksum in zip(targets, parts, checksums, strict=True):
-            if target.copy_out(part, is_summed=is_verified) != checksum and is_verified:
-                return _BAD
-        return [array for target in targets for array in target.arrays]
-
-    def left_on_ssd(self) -> list[tuple[int, block_pb2.BlockLocation]]:
-        """The blocks that were left on SSD, by the number of their keys."""
-        return [(i, block) for i, block in enumerate(self._blocks) if block.HasField("path_index")]
-
-    def check(self) -> None:
-        """Raise LeaseNotFound unless the lease holds."""
-        self._hold.check()
-
-    def release(self) -> None:
-        """End the lease, without waiting."""
-        if self.token:
-            self._hold.release_soon()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
-
-
-_BAD: list[Array] = []
-"""Stands for a block whose bytes are not what its writer said."""
-
-
-def _place(into: list[PartMemory] | None, sizes: Sequence[int]) -> list[PartMemory]:
-    """Memory for parts of these sizes, new where none is given. Raises InvalidArgument."""
-    place = [PartMemory([np.empty(size, np.uint8)]) for size in sizes] if into is None else into
-    check_sizes(place, sizes)
-    return place
-
-
-def _leased(attachment: ArenaAttachment, request: block_pb2.LeaseBlocksRequest) -> LeasedBlocks:
-    # `release` alone ends a lease that another client may hold too, by its token.
-    is_own = not (request.token or request.outlives_connection)
-
-    def hold_of(sent: ClockPair, result: OperationResult) -> Hold:
-        return _hold(attachment.stream, sent, result.leased_blocks, is_own=is_own)
-
-    result, hold = acquire(attachment.stream, Operation(lease_blocks=request), hold_of)
-    return LeasedBlocks(attachment, result.leased_blocks, hold)
-
-
-def _hold(
-    stream: AccessStream,
-    sent: ClockPair,
-    lease: block_pb2.BlockLease | block_pb2.LookupBlocksResponse,
-    *,
-    is_own: bool = True,
-) -> Hold:
-    """The hold of a lease's token. `sent` is the time of the request for it."""
-    release = Operation(release_blocks=block_pb2.ReleaseBlocksRequest(token=lease.token))
-    ended = partial(LeaseNotFound, lease_id=lease.token.hex())
-    deadline_ns = sent.deadline_ns(lease.expire_time)
-    return Hold(stream, deadline_ns, release, ended, is_own=is_own and bool(lease.token))
-
-
-def _put_in_place(
+def _put_inmemory_for(
     stream: AccessStream,
     arena: Bytes,
     request: block_pb2.ReserveBlocks,
@@ -814,55 +611,9 @@ def _batches(keys: Sequence[bytes], count: int) -> Iterator[list[bytes]]:
         yield some
 
 
-def _duration(seconds: float) -> Duration:
-    try:
-        whole, ns = divmod(round(seconds * _NS_PER_S), _NS_PER_S)
-        return Duration(seconds=whole, nanos=ns)
-    # The number of seconds is NaN, infinite, or more than a message holds.
-    except (ValueError, OverflowError) as error:
-        raise InvalidArgument(field="ttl", problem=f"{seconds} s is no duration") from error
-
-
-@lru_cache(SPACES_KEPT)
-def _hold_field(ttl_s: float) -> bytes:
-    return block_pb2.LookupBlocksRequest(hold=_duration(ttl_s)).SerializeToString()
-
-
 def _news(message: block_pb2.BlockNews) -> BlockNews:
-    states = map(_STATES.__getitem__, message.states)
+    states = map(STATES.__getitem__, message.states)
     facts = zip(
         message.keys, states, message.size_bytes, message.are_in_dram, message.parent_keys, strict=True
     )
     return BlockNews(tuple(starmap(BlockChange, facts)), message.is_current)
-
-
-def _found(answer: block_pb2.LookupBlocksResponse) -> list[FoundBlock]:
-    facts = zip(answer.states, answer.size_bytes, answer.are_in_dram, strict=True)
-    # Most facts are alike.
-    made = {one: FoundBlock(_STATES[one[0]], *one[1:]) for one in {*facts}}
-    return list(map(made.__getitem__, zip(answer.states, answer.size_bytes, answer.are_in_dram, strict=True)))
-
-
-@lru_cache(ANSWERS_KEPT)
-def _answer(encoded: bytes) -> list[FoundBlock] | OperationError:
-    """The blocks of an encoded answer. The list must not be changed: other callers get the same one."""
-    [result] = AccessResponse.FromString(encoded).results
-    return result.error if result.HasField("error") else _found(result.found_blocks)
-
-
-@lru_cache(SPACES_KEPT)
-def _space(space: BlockSpace) -> block_pb2.BlockSpace:
-    return write_block_space(space)
-
-
-@lru_cache(SPACES_KEPT)
-def _lookup_head(space: BlockSpace) -> bytes:
-    return block_pb2.LookupBlocksRequest(space=_space(space)).SerializeToString()
-
-
-def _lookup(space: BlockSpace, keys: Sequence[bytes]) -> bytes:
-    """An encoded LookupBlocksRequest, as protobuf would make it."""
-    # Only keys of the usual length have the prepared bytes in front.
-    if {*map(len, keys)} == {KEY_BYTES}:
-        return _lookup_head(space) + _KEY.join((b"", *keys))
-    return block_pb2.LookupBlocksRequest(space=_space(space), keys=keys).SerializeToString()

@@ -6,19 +6,30 @@ InvalidArgument here instead of on the other side.
 
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ctxcache.client.messages import WRITERS, read_model_info, write_model_probe, write_stream_range
-from ctxcache.client.types import SPEC_FIELDS, Durability
+from ctxcache.client.messages import (
+    WRITERS,
+    read_model_info,
+    write_block_space,
+    write_model_probe,
+    write_stream_range,
+)
+from ctxcache.client.types import SPEC_FIELDS, BlockSpace, Durability
 from ctxcache.client.wire_values import KINDS
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamRange, StreamSpec, ranges_of
-from ctxcache.v1 import model_pb2, session_pb2
+from ctxcache.v1 import block_pb2, model_pb2, session_pb2
+
+SPACES_KEPT = 64
+"""Spaces whose messages are kept ready."""
+_NS_PER_S = 10**9
 
 
 def document(plain: object) -> dict[str, Any]:
@@ -100,6 +111,22 @@ def checked_token(token: bytes) -> bytes:
     if not token:
         raise InvalidArgument(field="token", problem="is empty")
     return token
+
+
+def ttl_to_wire(ttl_s: float) -> Duration:
+    """A time to live, of seconds. Raises InvalidArgument."""
+    try:
+        whole, ns = divmod(round(ttl_s * _NS_PER_S), _NS_PER_S)
+        return Duration(seconds=whole, nanos=ns)
+    # The number of seconds is NaN, infinite, or more than a message holds.
+    except (ValueError, OverflowError) as error:
+        raise InvalidArgument(field="ttl", problem=f"{ttl_s} s is no duration") from error
+
+
+@lru_cache(SPACES_KEPT)
+def space_to_wire(space: BlockSpace) -> block_pb2.BlockSpace:
+    """The message of a space: one object for all calls, which must not change it."""
+    return write_block_space(space)
 
 
 def duration(span: timedelta | None) -> Duration | None:

@@ -38,11 +38,11 @@ BLOCK_TOKENS = 32
 COUNT = 16
 SLOW_LOADS = """
 import sys, time
-from ctxcache.client import blocks
+from ctxcache.client import block_leases, blocks
 from gpu_worker.engines.vllm import tier
 # Given up because the store does not answer, and not because it is slow.
 tier.SLOWEST_BYTES_PER_S = 1e-3
-put, copied = blocks._put_into, blocks.LeasedBlocks.copied
+put, copied = blocks._put_into, block_leases.LeasedBlocks.copied
 def slowly(call):
     def wrapped(*words, **named):
         done = call(*words, **named)
@@ -50,7 +50,7 @@ def slowly(call):
         time.sleep(0.3)
         return done
     return wrapped
-blocks._put_into, blocks.LeasedBlocks.copied = slowly(put), slowly(copied)
+blocks._put_into, block_leases.LeasedBlocks.copied = slowly(put), slowly(copied)
 class Slow:
     pass
 """

@@ -23,7 +23,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from ctxcache.client import BlockSpace, Client
-from ctxcache.client.blocks import HoldingLookUp
+from ctxcache.client.block_lookups import HoldingLookUp
 from ctxcache.client.types import FoundBlock, LookupState
 from ctxcache.errors import InvalidArgument
 from gpu_worker.engines.link import LinkState
