@@ -61,7 +61,7 @@ class LeasedBlocks:
         return self.copied(number, parts, is_verified=is_verified)
 
     def copied(self, number: int, into: list[PartMemory] | None, *, is_verified: bool) -> list[Array] | None:
-        """As `copy`."""
+        """As `copy`, to memory that the caller has checked."""
         parts = self.parts(number)
         if parts is None:
             return None
@@ -102,7 +102,7 @@ BAD: list[Array] = []
 
 
 def memory_for(into: list[PartMemory] | None, sizes: Sequence[int]) -> list[PartMemory]:
-    """Memory for parts of these sizes, new where none is given. Raises InvalidArgument."""
+    """`into`, or new memory where it is None, for parts of these sizes. Raises InvalidArgument."""
     place = [PartMemory([np.empty(size, np.uint8)]) for size in sizes] if into is None else into
     check_sizes(place, sizes)
     return place
@@ -110,7 +110,7 @@ def memory_for(into: list[PartMemory] | None, sizes: Sequence[int]) -> list[Part
 
 def lease_blocks(attachment: ArenaAttachment, request: block_pb2.LeaseBlocksRequest) -> LeasedBlocks:
     """Acquire the lease that a request describes. Raises as `BlockCalls.lease`."""
-    # `release` alone ends a lease that another client may hold too, by its token.
+    # Only `release` ends a lease whose token another client may have.
     is_own = not (request.token or request.outlives_connection)
 
     def hold_of(sent: ClockPair, result: OperationResult) -> Hold:

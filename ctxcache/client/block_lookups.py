@@ -52,7 +52,7 @@ class HoldingLookUp:
 
     def __init__(self, stream: AccessStream, space: BlockSpace, keys: Sequence[bytes], ttl_s: float) -> None:
         self._stream, self._space = stream, space
-        self._hold = _hold_field(ttl_s)
+        self._hold_field = _hold_field(ttl_s)
         self._parts = [keys[begin : begin + KEYS_PER_CALL] for begin in range(0, len(keys), KEYS_PER_CALL)]
         self._found, self._holds = list[FoundBlock](), list[Hold]()
         self._begun: Begun | None = None
@@ -60,8 +60,7 @@ class HoldingLookUp:
 
     def result(self) -> tuple[list[FoundBlock], list[Hold]]:
         """See `look_up_and_hold`."""
-        while not self.is_over(math.inf):
-            continue
+        self.is_over(math.inf)
         return self._found, self._holds
 
     def is_over(self, within_s: float) -> bool:
@@ -80,18 +79,18 @@ class HoldingLookUp:
         return True
 
     def give_up(self) -> None:
-        """Wait for no more answers, and end the holds."""
+        """End the look-up and its holds, without waiting for an answer."""
         begun, self._begun = self._begun, None
         if begun is not None:
             begun.give_up()
-        for one in self._holds:
-            one.release_soon()
+        for hold in self._holds:
+            hold.release_soon()
 
     def _begin(self) -> None:
         self._begun = None
         if self._parts:
             # Encoded messages in a row are one message.
-            request = _lookup(self._space, self._parts.pop(0)) + self._hold
+            request = _lookup(self._space, self._parts.pop(0)) + self._hold_field
             self._sent = ClockPair.now()
             self._begun = self._stream.begin(_LOOKUP + varint(len(request)) + request)
 
@@ -107,10 +106,10 @@ class HoldingLookUp:
 
 def blocks_of(answer: block_pb2.LookupBlocksResponse) -> list[FoundBlock]:
     """The blocks of an answer, in the order of the keys."""
-    facts = zip(answer.states, answer.size_bytes, answer.are_in_dram, strict=True)
-    # Most facts are alike.
-    made = {one: FoundBlock(STATES[one[0]], *one[1:]) for one in {*facts}}
-    return list(map(made.__getitem__, zip(answer.states, answer.size_bytes, answer.are_in_dram, strict=True)))
+    facts = list(zip(answer.states, answer.size_bytes, answer.are_in_dram, strict=True))
+    # Most blocks are alike, and share one object.
+    made = {fact: FoundBlock(STATES[fact[0]], *fact[1:]) for fact in {*facts}}
+    return [made[fact] for fact in facts]
 
 
 @lru_cache(ANSWERS_KEPT)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import islice, starmap
+from itertools import starmap
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -34,21 +34,19 @@ from ctxcache.client.wire import Wire, trace_metadata
 from ctxcache.errors import CacheError, ChecksumMismatch, DeadlineExceeded, InvalidArgument
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.v1 import arena_pb2, block_pb2
-from ctxcache.v1.arena_pb2 import (
-    Operation,
-    ReleaseReservation,
-)
+from ctxcache.v1.arena_pb2 import Operation, ReleaseReservation
 
-# Bounds of a call: on keys and parts the server's own, on bytes an eighth of the arena, since held bytes
-# cannot be given up for others.
+# Bounds of a call. Held bytes cannot be given up for others, so that a call holds a part of the arena.
 PARTS_PER_CALL = 4096
+"""The most parts of one call: the server's own bound."""
 BYTES_PER_CALL = 64 << 20
-"""Bytes of blocks that are held at a time, and never more than a part of the arena."""
+"""The most bytes of blocks that one call holds."""
 ARENA_SHARE = 8
 """One call holds no more than the arena divided by this."""
 MESSAGE_BYTES = 1 << 20
+"""The most bytes of a block in one message of a stream."""
 MOST_BLOCK_BYTES = 16 << 20
-_NS_PER_S = 10**9
+"""The size that is assumed of a block of unknown size."""
 
 
 class _New(NamedTuple):
@@ -67,7 +65,7 @@ class BlockCalls:
         self._wire, self._routes, self._completions = wire, routes, completions
         self._files = BlockFiles()
         self._arena_bytes = 0
-        """Of a store that is elsewhere; 0 until it was asked for."""
+        """The arena's size, of a store on another host; 0 until the store was asked."""
 
     def look_up(self, space: BlockSpace, keys: Sequence[bytes]) -> list[FoundBlock]:
         """The block under each key. Counts as no access. Raises InvalidArgument."""
@@ -150,8 +148,8 @@ class BlockCalls:
             request = block_pb2.ReserveBlocks(
                 space=space_to_wire(space),
                 blocks=[
-                    block_pb2.NewBlock(key=one.key, parent_key=one.parent, part_bytes=one.part_bytes)
-                    for one in some
+                    block_pb2.NewBlock(key=block.key, parent_key=block.parent, part_bytes=block.part_bytes)
+                    for block in some
                 ],
                 parts=numbers,
                 ttl=ttl,
@@ -272,7 +270,8 @@ class BlockCalls:
     def delete(self, space: BlockSpace, keys: Sequence[bytes]) -> int:
         """Delete the blocks that are there; returns how many. Raises WriteInProgress, TierFailure."""
         count = 0
-        for some in _batches(keys, KEYS_PER_CALL):
+        for begin in range(0, len(keys), KEYS_PER_CALL):
+            some = keys[begin : begin + KEYS_PER_CALL]
             request = block_pb2.DeleteBlocksRequest(space=space_to_wire(space), keys=some)
             attachment = self._routes.attach()
             if attachment is None:
@@ -283,7 +282,7 @@ class BlockCalls:
         return count
 
     def subscribe(self, space: BlockSpace) -> "BlockSubscription":
-        """Hear of every block that is there, and of later changes: a context manager, to be iterated.
+        """The news of a space: every block that is there, then changes. A context manager, to be iterated.
 
         Counts as no access. Iterating waits for news, and raises InvalidArgument, TooManyRequests, Draining,
         Unavailable. A new subscription hears of every block again.
@@ -304,7 +303,7 @@ class BlockCalls:
         return attachment
 
     def _most_bytes(self, attachment: ArenaAttachment | None) -> int:
-        """Bytes of blocks that one call has the store hold. Room for a stream is taken at once, too."""
+        """The most bytes of blocks that the store holds for one call, by a stream too."""
         if attachment is not None:
             arena_bytes = attachment.arena.readable.size
         else:
@@ -370,7 +369,7 @@ class BlockCalls:
             return
         lock, is_over = threading.Lock(), False
 
-        # A read of a device that hangs cannot be called back. It may end at any time, and must not write
+        # A read of a device that hangs cannot be called back. It may end after this call, and must not write
         # then.
         @contextmanager
         def in_time() -> Iterator[None]:
@@ -391,7 +390,8 @@ class BlockCalls:
         timeout_s = self._wire.bulk_timeout_s(sum(sum(block.part_bytes) for _, block in left))
         late = DeadlineExceeded(target="the SSD tier's files", timeout_s=f"{timeout_s:g}")
         try:
-            is_in_time = arena.ssd_files().spread_within([partial(read, *one) for one in left], timeout_s)
+            reads = [partial(read, number, block) for number, block in left]
+            is_in_time = arena.ssd_files().spread_within(reads, timeout_s)
         finally:
             with lock:
                 is_over = True
@@ -438,9 +438,9 @@ class BlockCalls:
         request = block_pb2.ReadBlocksRequest(
             blocks=block_pb2.LeaseBlocksRequest(space=space_to_wire(space), keys=keys)
         )
-        # A block of unknown size counts for 16 MiB: this is a deadline, not a limit.
+        # Only the deadline follows from the size that is assumed.
         size_bytes = sum(
-            MOST_BLOCK_BYTES if target is None else sum(one.nbytes for one in target) for target in targets
+            MOST_BLOCK_BYTES if target is None else sum(part.nbytes for part in target) for target in targets
         )
         timeout_s = self._wire.bulk_timeout_s(size_bytes)
         with self._wire.errors():
@@ -602,12 +602,6 @@ def _by_size(new: Sequence[_New], part_count: int, most_bytes: int) -> Iterator[
         some.append(block)
         size_bytes += own_bytes
     if some:
-        yield some
-
-
-def _batches(keys: Sequence[bytes], count: int) -> Iterator[list[bytes]]:
-    left = iter(keys)
-    while some := list(islice(left, count)):
         yield some
 
 
