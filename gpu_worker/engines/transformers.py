@@ -10,41 +10,30 @@ that wait for layers. When a restore fails while the model runs on its cache, th
 and the cache is thrown away.
 """
 
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 
-import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ctxcache.client import CallerModel, Client, SessionRows
+from ctxcache.client import Client
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.client.wire import Closing, span
 from ctxcache.errors import (
     CacheError,
-    CapacityExceeded,
-    CorruptSegment,
-    GenerationMismatch,
     InvalidArgument,
     PositionsNotRelocatable,
     SessionNotFound,
-    TierFailure,
 )
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS, loss_nats
-from ctxcache.format.streams import TOKENS, StateKind, Stream
+from ctxcache.format.streams import TOKENS
 from gpu_worker.engines import names
-from gpu_worker.engines.transformers_host import HostCache, check_host
-from gpu_worker.errors import IncompleteRestore, LaneStuck, ShapeMismatch, UnsupportedDtype
-from gpu_worker.families import Adapter
+from gpu_worker.engines.transformers_host import HostCaches
+from gpu_worker.engines.transformers_restoring import Restoring, SessionRestorer
+from gpu_worker.engines.transformers_sessions import DAMAGED, MISSES, cut, emptied, tokens_of
+from gpu_worker.errors import IncompleteRestore
 from gpu_worker.families.generation import (
     SINK_TOKENS,
     Capture,
@@ -58,238 +47,14 @@ from gpu_worker.forms.snapshots import GRAIN_TOKENS, Snapshot, Snapshots
 from gpu_worker.model.probe import probe_of
 from gpu_worker.model.proof import adapt
 from gpu_worker.model.unchanged import Unchanged
-from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
-from gpu_worker.pipeline.lane import Deadline, device_of
-from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
+from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.planned import Choice, Chooser, ReturnCost, Wanted
-from gpu_worker.pipeline.sources import ArenaPins
-from gpu_worker.pipeline.target import CacheTarget, LayerRoom, Target
-from gpu_worker.planning.decoding import DecodeRates, searched_split
 from gpu_worker.planning.layout import Return
-from gpu_worker.planning.plan import Method, RestorePlan, RestoreSchedule
+from gpu_worker.planning.plan import RestorePlan
 from gpu_worker.planning.profile import Profile, StatePlace
-from gpu_worker.saving import Saver, Slice
+from gpu_worker.saving import Slice
 from gpu_worker.saving.aging import RENT_S_PER_GB_HOUR, THAW_S, Aging
-
-
-# The first pass of a turn, while later layers are still restored:
-#
-#     restore   [ layer 0 ][ layer 1 ][ layer 2 ][ layer 3 ]
-#     pass                 │0│        │1│        │2│        │3│       each block waits at its gate
-#     with a lead                       │0││1││2│         │3│       begun later, so that waits are short
-class LayerGate:
-    """Context manager: within it, passes of the thread that entered wait before each block for its layer.
-
-    Other threads pass: the restore itself may be running layers.
-    """
-
-    def __init__(self, adapter: Adapter, restoration: Restoration) -> None:
-        self._adapter, self._restoration = adapter, restoration
-        self._hooks: list[RemovableHandle] = []
-        self._thread_id = 0
-
-    def __enter__(self) -> Self:
-        self._thread_id = threading.get_ident()
-        for layer, decoder in enumerate(self._adapter.layers):
-            self._hooks.append(decoder.block.register_forward_pre_hook(self._waiting_for(layer)))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _waiting_for(self, layer: int) -> Callable[[nn.Module, object], None]:
-        def hook(_block: nn.Module, _args: object) -> None:
-            # A restore may run the same blocks for layers that it recomputes: it would wait for itself for
-            # ever.
-            if threading.get_ident() == self._thread_id:
-                self._restoration.wait(layer)
-
-        return hook
-
-
-class Restoring:
-    """A context manager: within it, passes wait for their layers; leaving it gives the lease back."""
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        rows: SessionRows,
-        cache: Cache,
-        restoration: Restoration,
-        choice: Choice,
-        chooser: Chooser,
-        lent: ExitStack,
-    ) -> None:
-        """`lent` is given back when no copy is under way."""
-        self.cache, self.restoration, self.choice = cache, restoration, choice
-        self._rows, self._chooser, self._lent = rows, chooser, lent
-        self._gate, self._is_over = LayerGate(adapter, restoration), False
-        self.snapshot_tokens = choice.snapshot_tokens if choice.snapshot_layers else 0
-        """Tokens behind which states were taken from a snapshot; 0: none was."""
-        # Where each pass takes one token, the first would wait for all layers.
-        self._lead = None if adapter.is_stepwise else choice.lead
-
-    @property
-    def restored_ns(self) -> int:
-        """The time from the begin until the last layer was usable; 0 where a layer never was."""
-        return int(self.restoration.restored_s * 1e9)
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether passes begin before every layer is restored."""
-        return self._lead is not None
-
-    def is_failed_by(self, error: CacheError) -> bool:
-        """Whether an error out of a pass comes from the failed restore."""
-        return error is self.restoration.error or isinstance(error, LaneStuck)
-
-    def wait_for_lead(self) -> None:
-        """Wait until a pass may begin without later waits, as planned; without a plan, for all layers.
-
-        Raises why the restore failed; then it is over, and the lease given back.
-        """
-        lead = self._lead
-        try:
-            if lead is None:
-                self.restoration.wait_all()
-            for layer in range(lead.layer_count if lead else 0):
-                self.restoration.wait(layer)
-        except BaseException:
-            self.end()
-            raise
-        if lead is None:
-            self.end()
-
-    def __enter__(self) -> Self:
-        self._gate.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._gate.__exit__(kind, error, trace)
-        self.end()
-
-    def end(self) -> None:
-        """Cancel the rest of the restore, and give the lease back. Does nothing once it is over."""
-        if self._is_over:
-            return
-        # The flag comes first: later steps may raise, and must not be done twice.
-        self._is_over = True
-        try:
-            self.restoration.cancel()
-            self.restoration.drain()
-            self._lent.close()
-            # The device's times are known only behind `drain`.
-            self._chooser.observe(self.choice, self.restoration)
-        finally:
-            self._rows.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Apart(Compute):
-    """Computes layers, and recomputes them within a context of the engine's."""
-
-    compute: Compute
-    recomputing: Callable[[], AbstractContextManager[None]]
-
-    def restore(self, layer: int, method: Method, data: torch.Tensor, begin: int, room: LayerRoom) -> None:
-        """See Compute."""
-        self.compute.restore(layer, method, data, begin, room)
-
-    def chain(self, layers: frozenset[int]) -> None:
-        """See Compute."""
-        self.compute.chain(layers)
-
-    def recompute(self, schedule: RestoreSchedule, token_ids: torch.Tensor, target: Target) -> None:
-        """See Compute."""
-        with self.recomputing():
-            self.compute.recompute(schedule, token_ids, target)
-
-
-class SessionRestorer:
-    """Begins restores of one model's sessions. A stuck pipeline is replaced. Close it."""
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        chooser: Chooser,
-        *,
-        timeout_s: float,
-        settings: PipelineSettings | None = None,
-        recomputing: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """`recomputing` is entered, on a lane, around passes that recompute layers."""
-        self._adapter, self._chooser, self._recomputing = adapter, chooser, recomputing
-        self._timeout_s, self._settings = timeout_s, settings
-        self._weights = KernelWeights(adapter)
-        self._pipeline: Pipeline | None = None
-        self._pins = ArenaPins(adapter.layers[0].device)
-
-    def begin(
-        self,
-        rows: SessionRows,
-        choice: Choice,
-        token_ids: Sequence[int],
-        *,
-        behind_count: int = 0,
-        snapshot: Snapshot | None = None,
-    ) -> Restoring:
-        """Restore the session's first tokens, those of `token_ids`. The restore owns `rows` from here on.
-
-        `snapshot`: the states from which the choice goes on. With `behind_count` other restores under way,
-        the restore may take as long as all of them.
-        """
-        adapter, count = self._adapter, len(token_ids)
-        target = CacheTarget(adapter, count, snapshot=snapshot)
-        compute = compute_for(adapter, self._weights, torch.arange(count), standing=target.standing)
-        pipeline = self._usable()
-        with ExitStack() as lent:
-            restoration = pipeline.start(
-                choice.schedule(target),
-                lent.enter_context(self._pins.source(rows)),
-                target,
-                _Apart(compute, self._recomputing),
-                # Restores share the lanes: the last of a batch waits for those before it.
-                deadline=Deadline.after_s(self._timeout_s * (1 + behind_count)),
-                token_ids=torch.tensor(token_ids),
-            )
-            # The arena stays lent until the restore is drained. A start that raises gives it back here.
-            kept = lent.pop_all()
-        return Restoring(adapter, rows, target.cache, restoration, choice, self._chooser, kept)
-
-    def close(self) -> None:
-        """End the lanes. Raises LaneStuck."""
-        self._replace()
-        self._pins.close()
-
-    def _replace(self) -> None:
-        pipeline, self._pipeline = self._pipeline, None
-        if pipeline is not None:
-            _end(pipeline)
-
-    def _usable(self) -> Pipeline:
-        # A lane that hangs keeps its thread and its buffers: the next restore has new ones.
-        if self._pipeline is None or self._pipeline.is_stuck:
-            self._replace()
-            self._pipeline = Pipeline(device_of(self._adapter.layers[0].device), self._settings)
-        return self._pipeline
-
-
-def _end(pipeline: Pipeline) -> None:
-    """Close a pipeline.
-
-    The stuck lane of a stuck pipeline, which has been told, ends by itself at some time.
-    """
-    if not pipeline.is_stuck:
-        pipeline.close()
-        return
-    with suppress(LaneStuck):
-        pipeline.close(timeout_s=0.0)
+from gpu_worker.saving.per_layout import Savers
 
 
 @dataclass(slots=True)
@@ -348,98 +113,6 @@ def _name_of(session_id: str) -> str:
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
-# Sorts of misses, and the fate of the session's rows:
-#
-#     DAMAGED          cut, and written again: nobody could use them
-#     other misses     kept: the next turn, or another engine, may still have them
-DAMAGED = (CorruptSegment, TierFailure, ShapeMismatch, UnsupportedDtype)
-"""No engine can use the store's rows: they are written again."""
-MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
-"""Errors of a read that make a miss, and never a failed turn."""
-
-
-def tokens_of(client: Client, model: CallerModel, session: SessionInfo) -> list[int]:
-    """Token ids of a session of `model`. Raises what a read raises."""
-    return client.sessions.open(session, model).token_ids()[1]
-
-
-def cut(client: Client, session: SessionInfo, token_count: int) -> SessionInfo:
-    """Keep the first tokens alone. Raises GenerationMismatch unless the session is as it was seen."""
-    # A cut of no token makes no call: the generation stays, and with it others' conditions.
-    if token_count == session.token_count:
-        return session
-    return client.sessions.open(session.name).keep_first(token_count, if_generation_match=session.generation)
-
-
-def emptied(client: Client, model: CallerModel, session: SessionInfo, lost: Sequence[int]) -> SessionInfo:
-    """Drop all of a session that held the tokens `lost`.
-
-    A session that another engine changed meanwhile stays as it is, and takes no rows of this turn.
-    """
-    try:
-        return cut(client, _remains(client, model, session, lost), 0)
-    except MISSES:
-        # No later generation equals this one: every write for this session is refused.
-        return replace(session, token_count=0)
-
-
-def _remains(client: Client, model: CallerModel, session: SessionInfo, lost: Sequence[int]) -> SessionInfo:
-    """The present session, if it only lost tokens at its end: a store cuts damaged ones off."""
-    now = client.sessions.get(session.name)
-    # It is the same session, and not longer: tokens that were appended meanwhile are another engine's.
-    is_shorter = now.uid == session.uid and now.token_count <= len(lost)
-    if now.generation == session.generation or not is_shorter:
-        return session
-    return now if tokens_of(client, model, now) == list(lost[: now.token_count]) else session
-
-
-LAYOUT_LIMIT = 2
-"""The most savers at a time: each has a staging buffer of its own."""
-
-
-class Savers:
-    """One saver for each layout, made when it is first needed. Close it."""
-
-    def __init__(
-        self, client: Client, model: CallerModel, device: torch.device, check: Callable[[], None]
-    ) -> None:
-        """`check` raises where the rows computed until now are not the model's."""
-        self._client, self._model, self._device, self._check = client, model, device, check
-        self._by_layout: OrderedDict[frozenset[Stream], Saver] = OrderedDict()
-
-    def of(self, layout: frozenset[Stream]) -> Saver:
-        """The saver of sessions with this layout.
-
-        Raises InvalidArgument for a stream that the model does not have.
-        """
-        saver = self._by_layout.pop(layout, None)
-        if saver is None:
-            while len(self._by_layout) >= LAYOUT_LIMIT:
-                # The saver used longest ago leaves. Closing it saves its staged rows.
-                self._by_layout.popitem(last=False)[1].close()
-            saver = Saver(
-                self._client,
-                self._model,
-                layout,
-                device=self._device,
-                # The check runs when rows are about to be saved, not behind each pass.
-                witness=lambda: self._check,
-            )
-        self._by_layout[layout] = saver
-        return saver
-
-    def wait(self, session_name: str) -> CacheError | None:
-        """Wait until a session is saved; the error that stopped saves, if any. Raises DeadlineExceeded."""
-        failures = [saver.wait(session_name) for saver in self._by_layout.values()]
-        return next((failure for failure in failures if failure is not None), None)
-
-    def close(self) -> None:
-        """Save the staged rows, and end the threads."""
-        for saver in self._by_layout.values():
-            saver.close()
-        self._by_layout.clear()
-
-
 RESTORE_TIMEOUT_S = 60.0
 
 
@@ -469,47 +142,6 @@ class _Start:
         # A restore on the host has no plan, and only exact rows.
         streams = self.restoring.choice.streams() if self.restoring is not None and self.reused_count else ()
         return loss_nats(stream.kind for stream in streams)
-
-
-class HostCaches:
-    """The caches of one turn at a time that hold K and V on the host. Close it."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        """Raises UnsupportedArchitecture."""
-        check_host(adapter)
-        self._adapter = adapter
-        self._capacity = 1
-        self._open = ExitStack()
-        self._rates: DecodeRates | None = None
-        self.streams = frozenset(Stream(layer, StateKind.HIDDEN) for layer in range(len(adapter.layers)))
-        """The streams from which such a cache comes back."""
-
-    def begin(self, capacity: int) -> None:
-        """Begin a turn of so many tokens at most. The caches of the turn before are gone."""
-        self.close()
-        self._capacity = max(capacity, 1)
-
-    def empty(self) -> HostCache:
-        """A cache without tokens; passes on it are watched until the turn ends."""
-        cache = self._open.enter_context(HostCache(self._adapter, self._capacity))
-        if self._rates is not None:
-            cache.split = self._splitter(self._rates)
-        return cache
-
-    def measure(self, cache: HostCache) -> None:
-        """Measure once what to copy and what to project, from the first restored cache."""
-        if self._rates is None:
-            self._rates = cache.measured()
-            cache.split = self._splitter(self._rates)
-
-    def close(self) -> None:
-        """End the watch on passes."""
-        self._open.close()
-
-    def _splitter(self, rates: DecodeRates) -> Callable[[int], int]:
-        layer_count = len(self._adapter.layers)
-        # Every layer of a step asks for the same count.
-        return lru_cache(4)(lambda count: searched_split(rates, count, layer_count))
 
 
 class _Taking:

@@ -24,8 +24,10 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import Stream
-from gpu_worker.engines.transformers import DAMAGED, MISSES, Restoring, TransformersEngine, Turn, _Start
+from gpu_worker.engines.transformers import TransformersEngine, Turn, _Start
 from gpu_worker.engines.transformers_packed import ATTENTION, PackedModel, SequenceCache, Work
+from gpu_worker.engines.transformers_restoring import Restoring
+from gpu_worker.engines.transformers_sessions import DAMAGED, MISSES
 from gpu_worker.errors import RestoreFailed
 from gpu_worker.families.adapter import refuse
 from gpu_worker.families.generation import Capture, end_token_ids, prefill

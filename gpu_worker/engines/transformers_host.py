@@ -16,6 +16,8 @@ Worst case: a pass that breaks midway. Then the cache refuses further passes, an
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -33,7 +35,7 @@ from gpu_worker.families import Adapter
 from gpu_worker.families.adapter import Halves, refuse
 from gpu_worker.pipeline.compute import Restorer
 from gpu_worker.pipeline.lane import Deadline, LaneEvent, device_of
-from gpu_worker.planning.decoding import DecodeRates
+from gpu_worker.planning.decoding import DecodeRates, searched_split
 from gpu_worker.planning.plan import Method
 
 Splitter = Callable[[int], int]
@@ -368,3 +370,44 @@ def _sizes(adapter: Adapter) -> tuple[int, int, int, int]:
     )
     keys, values = adapter.embed_halves(first, second, None)
     return keys.shape[1] * keys.shape[3], values.shape[1] * values.shape[3], keys.shape[1], values.shape[1]
+
+
+class HostCaches:
+    """The caches of one turn at a time that hold K and V on the host. Close it."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        """Raises UnsupportedArchitecture."""
+        check_host(adapter)
+        self._adapter = adapter
+        self._capacity = 1
+        self._open = ExitStack()
+        self._rates: DecodeRates | None = None
+        self.streams = frozenset(Stream(layer, StateKind.HIDDEN) for layer in range(len(adapter.layers)))
+        """The streams from which such a cache comes back."""
+
+    def begin(self, capacity: int) -> None:
+        """Begin a turn of so many tokens at most. The caches of the turn before are gone."""
+        self.close()
+        self._capacity = max(capacity, 1)
+
+    def empty(self) -> HostCache:
+        """A cache without tokens; passes on it are watched until the turn ends."""
+        cache = self._open.enter_context(HostCache(self._adapter, self._capacity))
+        if self._rates is not None:
+            cache.split = self._splitter(self._rates)
+        return cache
+
+    def measure(self, cache: HostCache) -> None:
+        """Measure once what to copy and what to project, from the first restored cache."""
+        if self._rates is None:
+            self._rates = cache.measured()
+            cache.split = self._splitter(self._rates)
+
+    def close(self) -> None:
+        """End the watch on passes."""
+        self._open.close()
+
+    def _splitter(self, rates: DecodeRates) -> Callable[[int], int]:
+        layer_count = len(self._adapter.layers)
+        # Every layer of a step asks for the same count.
+        return lru_cache(4)(lambda count: searched_split(rates, count, layer_count))

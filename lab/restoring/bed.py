@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ctxcache.client import Client
 from ctxcache.client.types import Durability
 from ctxcache.format.streams import TOKENS, StateKind, Stream, StreamSpec
-from gpu_worker.engines.transformers import SessionRestorer
+from gpu_worker.engines.transformers_restoring import SessionRestorer
 from gpu_worker.errors import IncompleteRestore
 from gpu_worker.families.generation import PREFILL_PIECE_TOKENS, Capture, prefill
 from gpu_worker.families.model_shape import model_shape

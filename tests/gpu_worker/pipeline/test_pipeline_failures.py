@@ -27,7 +27,7 @@ from slow_pipelines import (
 from ctxcache.client.arena import Bytes
 from ctxcache.errors import CacheError, CorruptSegment, InvalidArgument, LeaseNotFound
 from ctxcache.format.streams import Stream
-from gpu_worker.engines.transformers import SessionRestorer
+from gpu_worker.engines.transformers_restoring import SessionRestorer
 from gpu_worker.errors import LaneStuck, RestoreCancelled, RestoreFailed, RestoreTooLate
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline

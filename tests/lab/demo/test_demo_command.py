@@ -16,7 +16,7 @@ from torch import Tensor
 from typer.testing import Result
 
 from ctxcache.errors import CacheError, InvalidArgument, PositionsNotRelocatable, Unavailable
-from gpu_worker.engines import transformers as engine
+from gpu_worker.engines import transformers_restoring
 from gpu_worker.families import Adapter
 from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
 from lab.demo import wheel
@@ -119,7 +119,7 @@ def test_positions_off_by_one_are_found(
     tiny_llama: Path, run_demo: RunDemo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restore that is wrong in the least way ends with exit code 1 and names turn, method and token."""
-    monkeypatch.setattr(engine, "compute_for", _shifted)
+    monkeypatch.setattr(transformers_restoring, "compute_for", _shifted)
 
     result = run_demo("--model", str(tiny_llama), "--no-twin", "--turns", "2", "--json")
 
