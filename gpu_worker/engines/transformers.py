@@ -3,11 +3,8 @@
 The engine keeps no state between turns. A turn looks its session up, restores the store's part, prefills the
 new tokens (while later layers are still restored, where a planner decides), generates, and hands every row
 over as it is computed; background threads commit them. A session that is missing, short or damaged is a miss
-with a reason, and the history that the caller gives is prefilled again. Worst case: a full prefill.
-
-A session that is being restored for one turn is the turn's own: its leased rows, its cache, and the passes
-that wait for layers. When a restore fails while the model runs on its cache, the pass ends with the reason
-and the cache is thrown away.
+with a reason, and the history that the caller gives is prefilled again. When a restore fails while the model
+runs on its cache, the pass ends with the reason and the cache is thrown away. Worst case: a full prefill.
 """
 
 import time
@@ -56,9 +53,12 @@ from gpu_worker.saving import Slice
 from gpu_worker.saving.aging import RENT_S_PER_GB_HOUR, THAW_S, Aging
 from gpu_worker.saving.per_layout import Savers
 
+RESTORE_TIMEOUT_S = 60.0
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
 
 @dataclass(slots=True)
-# A turn's tokens, and what is done with each part:
+# A turn's tokens, by where they come from:
 #
 #     history known to the caller │ new tokens │ generated
 #     ├─ reused ─┼─ prefilled ────┴────────────┤
@@ -110,14 +110,8 @@ def _name_of(session_id: str) -> str:
     return f"sessions/{names.session_id(session_id)}"
 
 
-_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-
-
-RESTORE_TIMEOUT_S = 60.0
-
-
 @dataclass(frozen=True, slots=True)
-class _Start:
+class Start:
     """The start of a turn: a session that holds `saved`, and a cache that holds its KV or is about to.
 
     Where `is_missing` the cache is empty, and the session's tokens are computed without being saved again.
@@ -136,6 +130,25 @@ class _Start:
         """Tokens that are restored."""
         return 0 if self.is_missing else len(self.saved)
 
+    def note(self, turn: Turn, known: Sequence[int] | None, new_count: int) -> list[int]:
+        """Tell a turn how it starts. Returns the history's tokens behind `saved`, which are to be computed.
+
+        `known`: the history as the caller knows it; without one, tokens that were read are known though
+        their rows are lost. `new_count`: how many tokens follow the history.
+        """
+        missing = list(self.lost) if known is None else list(known[len(self.saved) :])
+        turn.history_token_count = len(self.saved) + len(missing)
+        turn.reused_token_count, turn.loss_nats = self.reused_count, self.loss_nats
+        turn.snapshot_token_count = 0 if self.restoring is None else self.restoring.snapshot_tokens
+        turn.prefilled_token_count = turn.history_token_count - self.reused_count + new_count
+        return missing
+
+    def note_times(self, turn: Turn) -> None:
+        """Tell a turn how long its restore took, when every layer is there."""
+        if self.restoring is not None:
+            turn.restored_ns = self.restoring.restored_ns
+            turn.predicted_ns = int(self.restoring.choice.predicted_s * 1e9)
+
     @property
     def loss_nats(self) -> float:
         """The cost in predictions of the restored rows' kinds; 0 where the rows are exact."""
@@ -147,7 +160,7 @@ class _Start:
 class _Taking:
     """Snapshots of one turn: one every so many tokens, and one at its end."""
 
-    def __init__(self, snapshots: Snapshots, start: _Start, every: int) -> None:
+    def __init__(self, snapshots: Snapshots, start: Start, every: int) -> None:
         self._snapshots, self._every, self._cache = snapshots, every, start.cache
         self._salt, ttl_ns = start.session.salt, start.session.ttl_ns
         self._ttl_s = None if ttl_ns is None else ttl_ns / 1e9
@@ -156,7 +169,7 @@ class _Taking:
 
     @contextmanager
     def around(self, passing: AbstractContextManager[None], token_ids: Sequence[int]) -> Iterator[None]:
-        """A pass over these tokens, behind which the cache may be copied."""
+        """Run a pass over these tokens within `passing`. A snapshot may follow it."""
         with passing:
             yield
         self._token_ids.extend(token_ids)
@@ -195,9 +208,7 @@ class TransformersEngine(Closing):
         snapshot_every: int | None = None,
         holds_on_host: bool = False,
     ) -> None:
-        """`plan` says what is saved and how it comes back.
-
-        Without one, a planner does, that starts from `profile`.
+        """`plan` says what is saved and how it comes back; without one, a planner does, from `profile` on.
 
         `expected`: how sessions are expected back, which decides what is saved of new ones. By default,
         each comes back once with half a window. Packed kinds are used where `spec` lists them: that is how
@@ -361,12 +372,7 @@ class TransformersEngine(Closing):
         with span("restore", token_count=len(known or ())):
             start = self._restore(session, known, len(new_token_ids), turn)
         turn.restore_ns = time.perf_counter_ns() - begin_ns
-        # Without a history from the caller, tokens that could be read are known though their rows are lost.
-        missing = list(start.lost) if known is None else known[len(start.saved) :]
-        turn.history_token_count = len(start.saved) + len(missing)
-        turn.reused_token_count, turn.loss_nats = start.reused_count, start.loss_nats
-        turn.snapshot_token_count = 0 if start.restoring is None else start.restoring.snapshot_tokens
-        turn.prefilled_token_count = turn.history_token_count - start.reused_count + len(new_token_ids)
+        missing = start.note(turn, known, len(new_token_ids))
         for token in self._answer(start, [*missing, *new_token_ids], max_new_tokens, eos_token_ids, turn):
             turn.first_token_ns = turn.first_token_ns or time.perf_counter_ns() - begin_ns
             turn.token_ids.append(token)
@@ -422,7 +428,7 @@ class TransformersEngine(Closing):
 
     def _restore(
         self, session: SessionInfo, known: Sequence[int] | None, new_count: int, turn: Turn
-    ) -> _Start:
+    ) -> Start:
         """Restore what the session and the history have in common.
 
         A damaged session is tried once more, cut.
@@ -441,9 +447,9 @@ class TransformersEngine(Closing):
 
     def _restore_common(
         self, session: SessionInfo, known: Sequence[int] | None, new_count: int, turn: Turn
-    ) -> _Start:
+    ) -> Start:
         if not session.token_count:
-            return _Start(session, [], self._empty_cache())
+            return Start(session, [], self._empty_cache())
         if self._host is not None:
             return self._restore_on_host(self._host, session, known, turn)
         held = frozenset(session.streams())
@@ -460,8 +466,8 @@ class TransformersEngine(Closing):
         return start
 
     def _restore_on_host(
-        self, host: "HostCaches", session: SessionInfo, known: Sequence[int] | None, turn: Turn
-    ) -> _Start:
+        self, host: HostCaches, session: SessionInfo, known: Sequence[int] | None, turn: Turn
+    ) -> Start:
         """As `_restore_common`, into a cache on the host. A session of other rows is computed."""
         begin_ns = time.perf_counter_ns()
         held = frozenset(session.streams())
@@ -474,11 +480,11 @@ class TransformersEngine(Closing):
             cache = host.empty()
             if not common or not host.streams <= held:
                 turn.miss_reason = turn.miss_reason or (IncompleteRestore.reason if common else "")
-                return _Start(session, ids[:common], cache, is_missing=common > 0)
+                return Start(session, ids[:common], cache, is_missing=common > 0)
             cache.restore(rows, common)
         host.measure(cache)
         turn.restored_ns = time.perf_counter_ns() - begin_ns
-        return _Start(session, ids[:common], cache)
+        return Start(session, ids[:common], cache)
 
     def _begin(
         self,
@@ -488,15 +494,15 @@ class TransformersEngine(Closing):
         choice: Choice,
         *,
         behind_count: int = 0,
-    ) -> _Start:
-        """Begin to restore what the session and the history have in common, as chosen for what was wanted.
+    ) -> Start:
+        """Begin to restore what the session and the history have in common, as chosen for `wanted`.
 
-        Raises what a read raises; what goes wrong later is told by the restore.
+        Raises what a read raises. The restore tells a later error.
         """
         rows = self._client.sessions.open(session, self._own).read(streams=choice.streams())
         with ExitStack() as stack:
             stack.enter_context(rows)
-            # The first read finds the place. The plan of the next turn counts with it.
+            # A read tells where the store is. The plan of the next turn counts with it.
             self._place = StatePlace.DRAM if rows.is_local else StatePlace.REMOTE
             # This is the session as read: others may have changed it since the look-up.
             session = rows.session
@@ -506,7 +512,7 @@ class TransformersEngine(Closing):
             # The cut comes before any append: rows behind the common prefix are another conversation's.
             session = cut(self._client, session, common)
             if not common:
-                return _Start(session, [], self._empty_cache())
+                return Start(session, [], self._empty_cache())
             # The plan was made by the look-up. The read shows the present tokens.
             if missing_count or common != wanted.history:
                 # Only streams that were read can be chosen from.
@@ -523,7 +529,7 @@ class TransformersEngine(Closing):
                 rows, choice, ids[:common], behind_count=behind_count, snapshot=snapshot
             )
             stack.pop_all()
-        return _Start(session, ids[:common], restoring.cache, restoring)
+        return Start(session, ids[:common], restoring.cache, restoring)
 
     def _from_snapshot(
         self,
@@ -533,9 +539,8 @@ class TransformersEngine(Closing):
         token_ids: Sequence[int],
         new_count: int,
     ) -> tuple[Choice, Snapshot | None]:
-        """The choice, and the states to go on from where the store has some and they pay."""
-        # Only the tokens to be restored are looked for: a snapshot of more tokens has seen those that were
-        # cut.
+        """The choice with the snapshot that it goes on from; None where there is none that saves time."""
+        # A snapshot of more tokens than are restored has seen tokens that were cut.
         snapshot_tokens = snapshots.latest(token_ids, session.salt)
         if not snapshot_tokens:
             return choice, None
@@ -547,14 +552,14 @@ class TransformersEngine(Closing):
         snapshot = snapshots.load(token_ids, snapshot_tokens, shorter.snapshot_layers, session.salt)
         return (choice, None) if snapshot is None else (shorter, snapshot)
 
-    def _missed(self, session: SessionInfo, saved: list[int], error: CacheError) -> _Start:
-        """Compute the tokens that could not be restored. They are saved again only where they are damaged."""
+    def _missed(self, session: SessionInfo, saved: list[int], error: CacheError) -> Start:
+        """Start without rows. The session's tokens are computed; only damaged ones are saved again."""
         if isinstance(error, DAMAGED):
             return self._nothing_restored(session, lost=saved)
-        return _Start(session, saved, self._empty_cache(), is_missing=True)
+        return Start(session, saved, self._empty_cache(), is_missing=True)
 
-    def _nothing_restored(self, session: SessionInfo, lost: Sequence[int] = ()) -> _Start:
-        return _Start(emptied(self._client, self._own, session, lost), [], self._empty_cache(), lost=lost)
+    def _nothing_restored(self, session: SessionInfo, lost: Sequence[int] = ()) -> Start:
+        return Start(emptied(self._client, self._own, session, lost), [], self._empty_cache(), lost=lost)
 
     def _empty_cache(self) -> Cache:
         return DynamicCache(config=self._model.config) if self._host is None else self._host.empty()
@@ -567,13 +572,13 @@ class TransformersEngine(Closing):
 
     def _answer(
         self,
-        start: _Start,
+        start: Start,
         token_ids: Sequence[int],
         max_new_tokens: int,
         eos_token_ids: Collection[int] | None,
         turn: Turn,
     ) -> Iterator[int]:
-        """Yield tokens. A restore that fails under the first pass is a miss: everything is prefilled."""
+        """Yield the reply. A restore that fails under the first pass is a miss: everything is prefilled."""
         try:
             yield from self._generate(start, token_ids, max_new_tokens, eos_token_ids)
         except CacheError as error:
@@ -587,18 +592,16 @@ class TransformersEngine(Closing):
             self._savers.wait(start.session.name)  # the pass that broke is a gap
             again = self._missed(start.session, start.saved, error)
             yield from self._generate(again, [*again.lost, *token_ids], max_new_tokens, eos_token_ids)
-        if start.restoring is not None:
-            turn.restored_ns = start.restoring.restored_ns
-            turn.predicted_ns = int(start.restoring.choice.predicted_s * 1e9)
+        start.note_times(turn)
 
     def _generate(
         self,
-        start: _Start,
+        start: Start,
         token_ids: Sequence[int],
         max_new_tokens: int,
         eos_token_ids: Collection[int] | None,
     ) -> Iterator[int]:
-        """Yield tokens. Rows are saved as they are computed, the last one included."""
+        """Yield the reply. Rows are saved as they are computed, that of the last token included."""
         session = start.session
         layout = frozenset(session.streams())
         saver = self._savers.of(layout)

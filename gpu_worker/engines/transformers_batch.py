@@ -24,7 +24,7 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import Stream
-from gpu_worker.engines.transformers import TransformersEngine, Turn, _Start
+from gpu_worker.engines.transformers import Start, TransformersEngine, Turn
 from gpu_worker.engines.transformers_packed import ATTENTION, PackedModel, SequenceCache, Work
 from gpu_worker.engines.transformers_restoring import Restoring
 from gpu_worker.engines.transformers_sessions import DAMAGED, MISSES
@@ -63,8 +63,8 @@ class _Waiting:
     turn: Turn
     session: SessionInfo
     known: list[int] | None
-    start: _Start | None = None
-    failed: tuple[_Start, CacheError] | None = None
+    start: Start | None = None
+    failed: tuple[Start, CacheError] | None = None
     """A failed restore, and its error."""
 
     @property
@@ -133,7 +133,7 @@ class _Running:
 
     request: TurnRequest
     turn: Turn
-    start: _Start
+    start: Start
     cache: SequenceCache
     saved_count: int
     """Tokens of the session before the cache's own."""
@@ -230,7 +230,7 @@ class TransformersBatchEngine(TransformersEngine):
     def _try_to_begin(self, queued: _Waiting, choice: Choice, *, behind_count: int) -> None:
         """Begin a restore, or leave it for when no other one is under way."""
         if not queued.session.token_count:
-            queued.start = _Start(queued.session, [], self._empty_cache())
+            queued.start = Start(queued.session, [], self._empty_cache())
             return
         # A miss here may be for room that others' leases take: a second miss is told.
         with suppress(*MISSES):
@@ -242,15 +242,9 @@ class TransformersBatchEngine(TransformersEngine):
         """The turn of a session that is restored or computed."""
         request, turn = queued.request, queued.turn
         start = queued.start or self._restored_alone(queued)
-        if start.restoring is not None:
-            turn.restored_ns = start.restoring.restored_ns
-            turn.predicted_ns = int(start.restoring.choice.predicted_s * 1e9)
+        start.note_times(turn)
         turn.restore_ns = perf_counter_ns() - begin_ns
-        missing = list(start.lost) if queued.known is None else queued.known[len(start.saved) :]
-        turn.history_token_count = len(start.saved) + len(missing)
-        turn.reused_token_count, turn.loss_nats = start.reused_count, start.loss_nats
-        new_count = len(request.new_token_ids)
-        turn.prefilled_token_count = turn.history_token_count - start.reused_count + new_count
+        missing = start.note(turn, queued.known, len(request.new_token_ids))
         if start.is_missing:
             # The store has these tokens: they are computed, and not saved again.
             with self._recomputing():
@@ -269,7 +263,7 @@ class TransformersBatchEngine(TransformersEngine):
             is_answered=not request.max_new_tokens,
         )
 
-    def _restored_alone(self, queued: _Waiting) -> _Start:
+    def _restored_alone(self, queued: _Waiting) -> Start:
         """Restore a session as `turn` does, and wait until it is whole: nothing else is under way."""
         if queued.failed is not None:
             start, error = queued.failed

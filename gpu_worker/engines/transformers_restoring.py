@@ -83,12 +83,12 @@ class Restoring:
         chooser: Chooser,
         lent: ExitStack,
     ) -> None:
-        """`lent` is given back when no copy is under way."""
+        """`lent`: closed when no copy from the arena is under way any more."""
         self.cache, self.restoration, self.choice = cache, restoration, choice
         self._rows, self._chooser, self._lent = rows, chooser, lent
         self._gate, self._is_over = LayerGate(adapter, restoration), False
         self.snapshot_tokens = choice.snapshot_tokens if choice.snapshot_layers else 0
-        """Tokens behind which states were taken from a snapshot; 0: none was."""
+        """The tokens of the snapshot whose states the restore goes on from; 0 without one."""
         # Where each pass takes one token, the first would wait for all layers.
         self._lead = None if adapter.is_stepwise else choice.lead
 
@@ -109,7 +109,7 @@ class Restoring:
     def wait_for_lead(self) -> None:
         """Wait until a pass may begin without later waits, as planned; without a plan, for all layers.
 
-        Raises why the restore failed; then it is over, and the lease given back.
+        Raises the restore's error, after it gave the lease back.
         """
         lead = self._lead
         try:
@@ -151,7 +151,7 @@ class Restoring:
 
 @dataclass(frozen=True, slots=True)
 class _Apart(Compute):
-    """Computes layers, and recomputes them within a context of the engine's."""
+    """Another Compute, which recomputes layers within a context of the engine's."""
 
     compute: Compute
     recomputing: Callable[[], AbstractContextManager[None]]
@@ -223,29 +223,23 @@ class SessionRestorer:
 
     def close(self) -> None:
         """End the lanes. Raises LaneStuck."""
-        self._replace()
+        self._end_pipeline()
         self._pins.close()
 
-    def _replace(self) -> None:
+    def _end_pipeline(self) -> None:
         pipeline, self._pipeline = self._pipeline, None
-        if pipeline is not None:
-            _end(pipeline)
+        if pipeline is None:
+            return
+        if not pipeline.is_stuck:
+            pipeline.close()
+            return
+        # The stuck lane was told to end, and ends when its call returns. Nobody waits for it.
+        with suppress(LaneStuck):
+            pipeline.close(timeout_s=0.0)
 
     def _usable(self) -> Pipeline:
         # A lane that hangs keeps its thread and its buffers: the next restore has new ones.
         if self._pipeline is None or self._pipeline.is_stuck:
-            self._replace()
+            self._end_pipeline()
             self._pipeline = Pipeline(device_of(self._adapter.layers[0].device), self._settings)
         return self._pipeline
-
-
-def _end(pipeline: Pipeline) -> None:
-    """Close a pipeline.
-
-    The stuck lane of a stuck pipeline, which has been told, ends by itself at some time.
-    """
-    if not pipeline.is_stuck:
-        pipeline.close()
-        return
-    with suppress(LaneStuck):
-        pipeline.close(timeout_s=0.0)

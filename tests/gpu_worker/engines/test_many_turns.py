@@ -21,7 +21,7 @@ from ctxcache.client import Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKENS, StateKind
-from gpu_worker.engines.transformers import TransformersEngine, _Start
+from gpu_worker.engines.transformers import Start, TransformersEngine
 from gpu_worker.families.generation import common_prefix, fit, prefill
 from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
@@ -79,11 +79,11 @@ def _spec(name: str, *, is_lossy: bool) -> ModelSpec:
 class _Engine(TransformersEngine):
     """Keeps what its last turn began with."""
 
-    start: _Start
+    start: Start
 
     def _generate(
         self,
-        start: _Start,
+        start: Start,
         token_ids: Sequence[int],
         max_new_tokens: int,
         eos_token_ids: Collection[int] | None,
@@ -235,7 +235,7 @@ class _Walk:
         common = common_prefix(kept.token_ids, known)
         return kept.first(common), known[common:]
 
-    def _check_restored(self, start: _Start, expected: Kept, found: Cache) -> None:
+    def _check_restored(self, start: Start, expected: Kept, found: Cache) -> None:
         if start.restoring is None:
             assert not expected.token_ids
             return
