@@ -289,7 +289,7 @@ def test_sessions_that_nobody_waits_for_are_forgotten(
     client: Client, create: Create, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that never looks at saved sessions again does not fill memory with what became of them."""
-    monkeypatch.setattr("gpu_worker.saving.saver.CLOSED_LIMIT", 2)
+    monkeypatch.setattr("gpu_worker.saving.board.CLOSED_LIMIT", 2)
     sessions = [create(str(number)) for number in range(5)]
     with Saver(client, _OWN, _LAYOUT, thread_count=1) as saver:
         for session in sessions:

@@ -1,0 +1,125 @@
+"""Appending staged rows to one session of the store, a piece at a time.
+
+Rows are written where they will stay: into the arena's room, or into a buffer that goes by stream. Every
+reservation asks for the generation that the last commit left: another writer of the session wins. Used by
+one thread at a time.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ctxcache.client import CallerModel, Client, SessionWriter
+from ctxcache.client.types import SessionInfo
+from ctxcache.errors import CapacityExceeded, ReservationNotFound, TooManyRequests
+from ctxcache.format.layout import SEGMENT_TOKENS
+from gpu_worker.saving.staging import Bytes, RowRun, Rows, StagingBuffers, cut, rows_of
+
+PIECE_TOKENS = 512
+"""Most rows that are written and committed at a time."""
+ROOM_TOKENS = 2 * SEGMENT_TOKENS
+"""Room that a session which goes on keeps: the segment that is filled, and one ahead."""
+
+
+# A session's room in the store while a conversation goes on (segments of 64 tokens):
+#
+#     committed          │ room: two segments                   │
+#     0 ............ 200 │ 200 ......... 256 ............ 328    │
+#                          rows are written in place, and commits move the border
+#
+# Room is asked for once in two segments, and what is left of it is given back at the end.
+class SessionAppender:
+    """Appends rows of `model` out of `staging` to a session, as it was when it was last looked at."""
+
+    def __init__(self, client: Client, model: CallerModel, session: SessionInfo) -> None:
+        self._client, self._model = client, model
+        self.session = session
+        """As its last commit left it."""
+        self.saved_count = 0
+        """Tokens that were committed."""
+        self.kept_count: int | None = None
+        """How many of its tokens it keeps, where the rows to come differ from what it has behind them."""
+        self._writer: SessionWriter | None = None
+
+    def append(
+        self, staging: StagingBuffers, runs: Sequence[RowRun], scratch: Bytes, *, is_last: bool
+    ) -> None:
+        """Write rows and commit them. `is_last`: none follow, the rest of the room is given back.
+
+        Raises what an append raises; what is committed then, `session` says.
+        """
+        if self.kept_count is not None and runs:
+            self.session = self._client.sessions.open(self.session.name).keep_first(
+                self.kept_count, if_generation_match=self.session.generation
+            )
+            self.kept_count = None
+        while runs:
+            # Up to the end of the room: a piece that reached beyond it would have to be split by the writer.
+            first, runs = cut(runs, min(PIECE_TOKENS, self._room_left))
+            self._append_piece(
+                staging, rows_of(first), sum(map(len, first)), scratch, is_last=is_last and not runs
+            )
+
+    def close(self) -> None:
+        """Give back the room that was not used."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    @property
+    def _room_left(self) -> int:
+        """Rows of the open writer's room; a new one has room for any."""
+        writer = self._writer
+        return (
+            PIECE_TOKENS
+            if writer is None
+            else writer.write_offset + writer.token_count - self.session.token_count
+        )
+
+    def _append_piece(
+        self, staging: StagingBuffers, rows: Rows, count: int, scratch: Bytes, *, is_last: bool
+    ) -> None:
+        was_open = self._writer is not None
+        try:
+            self._write(staging, rows, count, scratch, is_last=is_last)
+        except ReservationNotFound:
+            # It ended by itself, while the session was idle: unless somebody else came, nothing is lost.
+            self.close()
+            # A reservation that was just made and is gone already would be gone again.
+            if not was_open:
+                raise
+            self._write(staging, rows, count, scratch, is_last=is_last)
+
+    def _write(
+        self, staging: StagingBuffers, rows: Rows, count: int, scratch: Bytes, *, is_last: bool
+    ) -> None:
+        writer = self._writer = self._writer or self._open(count, is_last=is_last)
+        # Counted from where the writer's room begins, not from the session's begin.
+        begin = self.session.token_count - writer.write_offset
+        for stream in staging.specs:
+            writer.write(stream, begin, staging.view(stream, rows, scratch))
+        self.session = writer.commit(self.session.token_count + count, keep_open=not is_last)
+        self.saved_count += count
+        if is_last or not self._room_left:
+            self._writer = None
+
+    def _open(self, count: int, *, is_last: bool) -> SessionWriter:
+        room = count if is_last else max(count, ROOM_TOKENS)
+        generation = self.session.generation
+        try:
+            return self._client.sessions.open(self.session, self._model).writer(
+                room, if_generation_match=generation, is_all_coming=room == count
+            )
+        # Room ahead is a convenience: a store that is short
+        # of it gets a smaller request before rows are lost.
+        except (CapacityExceeded, TooManyRequests):
+            if room == count:
+                raise
+            return self._client.sessions.open(self.session, self._model).writer(
+                count, if_generation_match=generation, is_all_coming=True
+            )
+
+
+def scratch_for(staging: StagingBuffers) -> Bytes:
+    """Memory for one thread to put a piece's rows of a stream together."""
+    return np.empty(PIECE_TOKENS * staging.widest_bytes, np.uint8)
