@@ -1,8 +1,9 @@
 """Appending staged rows to one session of the store, a piece at a time.
 
-Rows are written where they will stay: into the arena's room, or into a buffer that goes by stream. Every
+Rows are written where they will stay: into the arena's room, or into a buffer that goes by stream. Staging
+keeps them until they are committed, so that they can be written again after a reservation has ended. Every
 reservation asks for the generation that the last commit left: another writer of the session wins. Used by
-one thread at a time.
+one thread at a time. Worst case: a store that does not answer holds the thread until the client's deadline.
 """
 
 from collections.abc import Sequence
@@ -29,24 +30,24 @@ ROOM_TOKENS = 2 * SEGMENT_TOKENS
 #
 # Room is asked for once in two segments, and what is left of it is given back at the end.
 class SessionAppender:
-    """Appends rows of `model` out of `staging` to a session, as it was when it was last looked at."""
+    """Appends rows of `model` to a session that nobody else has changed since it was looked at."""
 
     def __init__(self, client: Client, model: CallerModel, session: SessionInfo) -> None:
         self._client, self._model = client, model
         self.session = session
-        """As its last commit left it."""
+        """The session as its last commit left it."""
         self.saved_count = 0
-        """Tokens that were committed."""
+        """How many tokens this appender committed."""
         self.kept_count: int | None = None
-        """How many of its tokens it keeps, where the rows to come differ from what it has behind them."""
+        """Tokens that the session keeps before the next rows; None where these follow its last token."""
         self._writer: SessionWriter | None = None
 
     def append(
         self, staging: StagingBuffers, runs: Sequence[RowRun], scratch: Bytes, *, is_last: bool
     ) -> None:
-        """Write rows and commit them. `is_last`: none follow, the rest of the room is given back.
+        """Write rows and commit them. `is_last`: no rows follow, and the rest of the room is given back.
 
-        Raises what an append raises; what is committed then, `session` says.
+        Raises what an append raises. `session` tells then how much is committed.
         """
         if self.kept_count is not None and runs:
             self.session = self._client.sessions.open(self.session.name).keep_first(
@@ -54,7 +55,7 @@ class SessionAppender:
             )
             self.kept_count = None
         while runs:
-            # Up to the end of the room: a piece that reached beyond it would have to be split by the writer.
+            # A piece ends with the room, for a writer does not split one.
             first, runs = cut(runs, min(PIECE_TOKENS, self._room_left))
             self._append_piece(
                 staging, rows_of(first), sum(map(len, first)), scratch, is_last=is_last and not runs
@@ -83,7 +84,7 @@ class SessionAppender:
         try:
             self._write(staging, rows, count, scratch, is_last=is_last)
         except ReservationNotFound:
-            # It ended by itself, while the session was idle: unless somebody else came, nothing is lost.
+            # The reservation ended while the session was idle. Nothing is lost unless others wrote since.
             self.close()
             # A reservation that was just made and is gone already would be gone again.
             if not was_open:
@@ -94,7 +95,7 @@ class SessionAppender:
         self, staging: StagingBuffers, rows: Rows, count: int, scratch: Bytes, *, is_last: bool
     ) -> None:
         writer = self._writer = self._writer or self._open(count, is_last=is_last)
-        # Counted from where the writer's room begins, not from the session's begin.
+        # The writer counts rows from where its room begins.
         begin = self.session.token_count - writer.write_offset
         for stream in staging.specs:
             writer.write(stream, begin, staging.view(stream, rows, scratch))
@@ -110,8 +111,7 @@ class SessionAppender:
             return self._client.sessions.open(self.session, self._model).writer(
                 room, if_generation_match=generation, is_all_coming=room == count
             )
-        # Room ahead is a convenience: a store that is short
-        # of it gets a smaller request before rows are lost.
+        # Room ahead is a convenience: a store that is short of room gets a smaller request.
         except (CapacityExceeded, TooManyRequests):
             if room == count:
                 raise

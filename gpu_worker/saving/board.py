@@ -1,4 +1,4 @@
-"""The board: which sessions are being saved, which is next, and what became of each. One lock.
+"""The board: which sessions are being saved, which is next, and what became of each, under one lock.
 
 The engine's thread adds the rows of its passes, and save threads take the sessions that are due:
 
@@ -6,7 +6,13 @@ The engine's thread adds the rows of its passes, and save threads take the sessi
         ▲                       │
         └──────── settle ───────┘          finished and settled: closed
 
-Writes no row and calls no store. Worst case: a session that broke counts the tokens that it lost, by reason.
+A session may already have tokens that its engine computes once more, as when a turn is asked for again:
+
+    session   a b c d e f g h        rows that come   c d e X Y
+                  └ ahead ──┘        c d e are there: not saved again; the session is cut before X
+
+It stays whole until a token differs, and for good where none does. Writes no row and calls no store. Worst
+case: a session that broke counts the tokens that it lost, by reason.
 """
 
 import logging
@@ -27,45 +33,45 @@ from gpu_worker.saving.staging import RowRun, StagedPass, StagingBuffers
 log = logging.getLogger(__name__)
 
 CLOSED_LIMIT = 4096
-"""Sessions that are saved and that nobody has waited for: what became of the oldest is forgotten."""
+"""Saved sessions that nobody has waited for. Beyond this many, the outcome of the oldest is forgotten."""
 
 Part = tuple[StagedPass, RowRun]
 """A session's rows of one pass."""
 Takers = list[tuple["Progress", RowRun]]
-"""Sessions that take rows of a pass, and which."""
+"""Sessions that take rows of a pass, each with its rows."""
 
 
 class Progress:
-    """A session that is being saved: what of it is in staging, who works on it, what stopped it."""
+    """A session that is being saved: its rows in staging, whether a thread has it, what stopped it."""
 
     def __init__(self, lane: SessionAppender, ahead: Sequence[int], unit_tokens: int) -> None:
         self.lane = lane
         self.name = lane.session.name
         self.token_count = lane.session.token_count - len(ahead)
-        """Where its next row belongs: everything before it is in the store, in staging or under way."""
+        """The token of its next row. Every token before is in the store, in staging or under way."""
         self._ahead = np.asarray(ahead, "<i4")
-        """Tokens that the store has behind `token_count`."""
+        """The ids of tokens that the store has behind `token_count`."""
         self._unit_tokens = unit_tokens
         self.parts: list[Part] = []
         self.failure: CacheError | None = None
         """Why it takes no more rows."""
         self.durability: Durability = Durability.MEMORY
         self.is_finished = False
-        """No more rows come."""
+        """Whether no more rows come."""
         self.is_closed = False
-        """Finished, and all that was to be done for it is done."""
+        """Whether it is finished, and its last job is settled."""
         self.is_busy = False
         self.is_hurried = False
-        """Rows in staging go next, also if they fill no segment."""
+        """Whether somebody waits for the rows in staging, though they fill no segment."""
 
     @property
     def has_work(self) -> bool:
-        """Whether a thread would find something to do."""
+        """Whether a thread has rows to save, or the session to close."""
         return bool(self.parts) or (self.is_finished and not self.is_closed)
 
     @property
     def is_ripe(self) -> bool:
-        """Whether it is time: rows reach the end of a segment, or somebody waits for them."""
+        """Whether a thread should save it now: rows end a segment, or somebody waits for them."""
         waiting = sum(len(run) for _, run in self.parts)
         # A full segment is sealed and flushed once; rows of a growing one may be flushed several times.
         begin = self.token_count - waiting
@@ -77,13 +83,13 @@ class Progress:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether rows are not in the store yet that may come to be there."""
+        """Whether some of its rows are still on their way to the store."""
         return bool(self.parts) or self.is_busy
 
     def skip(self, token_ids: npt.NDArray[np.int32]) -> int:
-        """How many of the next tokens the store has: they are not saved again.
+        """Pass over the next tokens as far as the store has them; returns how many these are.
 
-        Where one differs, the session is to be cut there.
+        Where a token differs, the appender is told to cut the session before it.
         """
         count = min(len(token_ids), len(self._ahead))
         if not count:
@@ -92,7 +98,7 @@ class Progress:
         if len(differing):
             count = int(differing[0])
         if count < len(token_ids):
-            # Units are saved whole: one that the session has a part of, too.
+            # A unit is saved whole, also where the session has its first tokens.
             count -= count % self._unit_tokens
         if count < min(len(token_ids), len(self._ahead)):
             self.lane.kept_count = self.token_count + count
@@ -102,19 +108,19 @@ class Progress:
         return count
 
     def add(self, frame: StagedPass, run: RowRun) -> None:
-        """Rows of a pass are its next tokens."""
+        """Note rows of a pass: its next tokens."""
         self.parts.append((frame, run))
         frame.holder_count += 1
         self.token_count += len(run)
 
     def take(self) -> list[Part]:
-        """Hand over what is in staging; it stays there until `let_go`."""
+        """Hand its rows to a job. They stay in staging until `give_back`."""
         parts, self.parts = self.parts, []
         self.is_hurried = False
         return parts
 
-    def let_go(self, parts: Sequence[Part]) -> int:
-        """Staging may have these rows back; how many they are."""
+    def give_back(self, parts: Sequence[Part]) -> int:
+        """Give rows back to staging; returns how many."""
         for frame, _ in parts:
             frame.holder_count -= 1
         return sum(len(run) for _, run in parts)
@@ -122,7 +128,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """A thread's share of a session, its alone until it is settled. `is_last`: no rows follow."""
+    """The rows of a session that one thread saves, alone until it settles them. `is_last`: none follow."""
 
     progress: Progress
     parts: Sequence[Part]
@@ -140,11 +146,11 @@ class Board:
 
     def __init__(self, staging: StagingBuffers) -> None:
         self.lock = threading.RLock()
-        """Over all that follows. Taken by itself, and not by `changed`, whose own `with` a signal may cut."""
+        """Guards all that follows. Take it and not `changed`, whose `with` a signal may break off."""
         self.changed = threading.Condition(self.lock)
         self.sessions: dict[str, Progress] = {}
         self.shed: Counter[str] = Counter()
-        """Tokens, by reason."""
+        """Tokens that were not saved, by reason."""
         self.saved_token_count = 0
         self.is_ended = False
         self._staging = staging
@@ -165,8 +171,8 @@ class Board:
         return frame
 
     def add(self, progress: Progress, frame: StagedPass, run: RowRun) -> None:
-        """A session's rows of a pass are in staging, unless it takes no more by now."""
-        # A thread may have failed while the pass was under way.
+        """Note a session's rows of a pass that are in staging now."""
+        # A save may have failed while the pass was under way.
         if progress.failure is not None:
             self._count(len(run), progress.failure)
             return
@@ -174,7 +180,7 @@ class Board:
         self.look_at(progress)
 
     def take_back(self, takers: Takers, frame: StagedPass, failure: CacheError) -> None:
-        """A pass was not added to the end: none of its sessions has it. Under the lock since it was begun."""
+        """Take a pass back that was added to some of its sessions. The lock is held since the first."""
         frame.holder_count = 0
         for progress, run in takers:
             progress.parts = [part for part in progress.parts if part[0] is not frame]
@@ -182,27 +188,27 @@ class Board:
         self.changed.notify_all()
 
     def stop(self, progress: Progress, lost_count: int, failure: CacheError) -> None:
-        """A session loses rows of a pass, and takes no more."""
+        """Count a session's lost rows of a pass; it takes no more."""
         if progress.failure is None:
             progress.failure = failure
             log.warning("saves_shed session=%s reason=%s error=%s", progress.name, failure.reason, failure)
         self._count(lost_count, progress.failure)
 
     def look_at(self, progress: Progress) -> None:
-        """A session changed: if it is time, it is due."""
+        """Make a session due that changed, if it is ripe."""
         if progress.is_ripe:
             self.make_due(progress)
 
     def make_due(self, progress: Progress) -> None:
-        """A session goes next that has something to do."""
+        """Put a session in the line of those that threads take, if a thread has something to do."""
         if progress.has_work and not progress.is_busy:
             if progress not in self._due:
                 self._due.append(progress)
-            # Also of one that is due already: a signal may have come before its threads were told.
+            # Told again for a session in the line: a signal may have come before threads were told.
             self.changed.notify_all()
 
     def relieve(self) -> None:
-        """Where staging is half full, who holds its oldest quarter goes next, however little that is."""
+        """Where staging is half full, make the sessions due that hold its oldest quarter."""
         ring = self._staging.ring
         # At half: the other half takes the passes that come while the oldest rows are saved.
         if 2 * ring.used_count < ring.row_count:
@@ -219,7 +225,7 @@ class Board:
                 self.make_due(progress)
 
     def next(self) -> SaveJob | None:
-        """Wait for a session that is due, without the lock held before; None at the end."""
+        """Wait for a session that is due; None when the board is ended. The caller does not hold the lock."""
         with self.lock:
             self.changed.wait_for(lambda: self._due or self.is_ended)
             if self.is_ended:
@@ -230,11 +236,11 @@ class Board:
             return SaveJob(progress, progress.take(), progress.is_finished)
 
     def settle(self, job: SaveJob, saved_count: int, failure: CacheError | None) -> None:
-        """Settle a job, called without the lock. Rows behind a failure are lost with it."""
+        """Note the outcome of a job. Rows behind a failure are lost. The caller does not hold the lock."""
         progress = job.progress
         with self.lock:
             progress.is_busy = False
-            lost_count = progress.let_go(job.parts) - saved_count
+            lost_count = progress.give_back(job.parts) - saved_count
             self.saved_token_count += saved_count
             if failure is not None:
                 progress.failure = progress.failure or failure
@@ -254,11 +260,11 @@ class Board:
                 del self.sessions[oldest.name]
 
     def drop(self, progress: Progress, failure: CacheError) -> None:
-        """A session's rows in staging are lost."""
-        self._count(progress.let_go(progress.take()), failure)
+        """Give up a session's rows in staging."""
+        self._count(progress.give_back(progress.take()), failure)
 
     def wait(self, is_so: Callable[[], bool], target: str, timeout_s: float) -> None:
-        """Wait until something is so. Raises DeadlineExceeded."""
+        """Wait until `is_so` holds. The caller holds the lock. Raises DeadlineExceeded."""
         if not self.changed.wait_for(is_so, timeout_s):
             raise DeadlineExceeded(target=target, timeout_s=str(timeout_s))
 

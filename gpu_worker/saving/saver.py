@@ -13,20 +13,6 @@ The lock is never held during a copy or a call of the store. Rows that do not fi
 once, and counted by the reason. A session with a gap takes no more rows until its engine has looked at it
 again: rows behind a gap are of no use, and rows before it are saved.
 
-Rows are written where they will stay: into the arena's room, or into a buffer that goes by stream.
-Staging keeps them until they are committed, so that they can be written again after a reservation has
-ended. Every reservation asks for the generation that the last commit left: another writer of the session
-wins.
-
-A session may already have tokens that its engine computes once more, as when a turn is asked for again:
-
-```
-   session   a b c d e f g h        rows that come   c d e X Y
-                 └ ahead ──┘        c d e are there: not saved again; the session is cut before X
-```
-
-It stays whole until then, and for good where nothing differs.
-
 Worst case: a store that does not answer holds every save thread until the client's deadline. A session
 keeps the tokens before the first that was shed or failed, and what staging holds is lost with the
 process.
@@ -78,7 +64,7 @@ COPY_TIMEOUT_S = 30.0
 
 
 class Sorter:
-    """Threads that work off a board until it is ended."""
+    """Save threads: each takes the board's next session and saves its rows, until the board is ended."""
 
     def __init__(self, client: Client, board: Board, staging: StagingBuffers, *, thread_count: int) -> None:
         self._client, self._board, self._staging = client, board, staging
@@ -106,25 +92,24 @@ class Sorter:
         progress, lane = job.progress, job.progress.lane
         try:
             for frame, _ in job.parts:
-                # Here and not in the engine's thread: only now has the host to have them (rule 2 of staging).
+                # The engine's thread does not wait for the copy: the host reads the rows only here.
                 frame.wait(COPY_TIMEOUT_S)
             lane.append(self._staging, [run for _, run in job.parts], scratch, is_last=job.is_last)
             if job.is_last:
                 lane.close()
-                # Once, behind the last commit: a flush of each piece
-                # would write the growing tail again and again.
+                # One flush, behind the last commit: a flush of each piece would write the growing tail anew.
                 if progress.durability == Durability.DISK and progress.failure is None:
                     self._client.sessions.open(progress.name).flush()
         except CacheError as error:
             log.warning("save_failed session=%s reason=%s error=%s", progress.name, error.reason, error)
             failure = error
-        # A thread's supervisor: what broke costs this session its rows, and no other one.
+        # Any error costs this session its rows, and no other session.
         except Exception as error:
             log.exception("save_broken session=%s", progress.name)
             failure = CacheError(str(error))
         else:
             return None
-        # An earlier failure says more than one now.
+        # An error of `close` would say less than the first one.
         with suppress(CacheError):
             lane.close()
         return failure
@@ -132,7 +117,7 @@ class Sorter:
 
 @dataclass(frozen=True, slots=True)
 class CapturedPass:
-    """A pass that a graph has captured, with so many rows, padding included."""
+    """A pass that a graph has captured. `row_count`: with padding."""
 
     row_count: int
 
@@ -147,8 +132,7 @@ class Saver(Closing):
     """Saves what goes through `model`; `streams` are its sessions' layout. A context manager.
 
     One thread runs passes: `with saver.passing(...)` around each, `put` as the sink of a capture that
-    leaves rows on `device`. The other calls come from any thread. `copies` says how rows leave the device,
-    if not as usual.
+    leaves rows on `device`. The other calls come from any thread.
     """
 
     def __init__(
@@ -165,10 +149,12 @@ class Saver(Closing):
         rounding: Callable[[int], Tensor | None] = lambda _layer: None,
         witness: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
-        """`ring_bytes`: of the ring on the device; RING_BYTES on a GPU, and without one else.
+        """`copies`: how rows leave the device, by default as its kind does.
 
-        `witness` is called behind each pass whose rows are to be saved. What it returns is called before they
-        are, by a thread, and raises why they must not be.
+        `ring_bytes`: of the ring on the device, by default RING_BYTES on a GPU, and no ring elsewhere.
+
+        `witness` is called behind each pass whose rows are to be saved. A save thread calls its result before
+        it saves them; that raises the reason why they must not be saved.
 
         `rounding`: how deltas are rounded, see Chain; with care, a pass waits for it.
 
@@ -190,7 +176,7 @@ class Saver(Closing):
         self._board = Board(self._staging)
         self._witness = witness
         self._is_closing = False
-        # The pass under way: the engine thread's own.
+        # The pass under way. Only the engine's thread uses these two.
         self._frame: StagedPass | None = None
         self._failure: CacheError | None = None
         self._sorter = Sorter(client, self._board, self._staging, thread_count=thread_count)
@@ -213,19 +199,19 @@ class Saver(Closing):
 
     @property
     def shed_token_counts(self) -> Mapping[str, int]:
-        """Tokens that were not saved, by the reason of what stopped them or some before them."""
+        """Tokens that were not saved, by the reason of the error that stopped their session."""
         with self._board.lock:
             return dict(self._board.shed)
 
     # -- sessions ------------------------------------------------------------------------------------
 
     def open(self, session: SessionInfo, *, ahead: Sequence[int] = (), unit_tokens: int = 1) -> None:
-        """Take rows for a session, from its end on, as the store has it now; or from before its last tokens.
+        """Take rows for a session, from its end on, as the store has it now.
 
-        `ahead`: the ids of those. Rows that are equal to them are not saved; before the first that differs
-        the session is cut, at a multiple of `unit_tokens`, in which its rows come.
+        `ahead`: ids of its last tokens, where the rows begin before these. Rows of equal tokens are not saved
+        again. The session is cut before the first token that differs, at a multiple of `unit_tokens`.
 
-        Raises InvalidArgument while it is open from before: `wait` first.
+        Raises InvalidArgument while the session is open from before: `wait` first.
         """
         with self._board.lock:
             if session.name in self._board.sessions:
@@ -235,7 +221,7 @@ class Saver(Closing):
             progress.is_finished = progress.is_closed = self._is_closing
 
     def finish(self, session_name: str, *, durability: Durability = Durability.MEMORY) -> None:
-        """No more rows come for a session: what it has is committed, as safe as is asked for. Never waits."""
+        """Commit the rest of a session's rows, with this durability. No more rows come. Never waits."""
         with self._board.lock:
             progress = self._board.sessions.get(session_name)
             if progress is not None and not progress.is_closed:
@@ -245,7 +231,7 @@ class Saver(Closing):
                 self._board.look_at(progress)
 
     def flush(self, session_name: str, *, timeout_s: float = SAVE_TIMEOUT_S) -> CacheError | None:
-        """Wait until a session's rows so far are committed; what stopped them, if anything did.
+        """Wait until a session's rows so far are committed. Returns the error that stopped saves, if any.
 
         Raises DeadlineExceeded.
         """
@@ -259,9 +245,7 @@ class Saver(Closing):
             return progress.failure
 
     def wait(self, session_name: str, *, timeout_s: float = SAVE_TIMEOUT_S) -> CacheError | None:
-        """Finish a session and wait until that is done.
-
-        The error that stopped its saves, if there was one, is then forgotten.
+        """Finish a session, wait for it and forget it. Returns the error that stopped saves, if any.
 
         Raises DeadlineExceeded.
         """
@@ -278,7 +262,7 @@ class Saver(Closing):
         """Finish every session, then end the threads. Rows that are not saved by the deadline are shed."""
         deadline_s = time.monotonic() + timeout_s
         board = self._board
-        # First: a session that is opened from here on is finished at once.
+        # Before the loop: a session that is opened from here on is finished at once.
         self._is_closing = True
         for name in list(board.sessions):
             self.finish(name)
@@ -302,8 +286,8 @@ class Saver(Closing):
     ) -> Iterator[None]:
         """Enclose a forward pass over `token_ids`. `slices` say whose tokens they are, in the pass's order.
 
-        `replayed`: it is the replay of a graph, see `capturing`, whose first rows these tokens are. A pass
-        that raises is a gap in all of them. Raises InvalidArgument where slices are not the pass.
+        `replayed`: the pass is the replay of a graph, see `capturing`, whose first rows these tokens are. A
+        pass that raises is a gap in each of its sessions. Raises InvalidArgument where slices do not fit.
         """
         ids = np.asarray(token_ids, "<i4")
         if sum(part.count for part in slices) != len(ids):
@@ -316,7 +300,7 @@ class Saver(Closing):
         try:
             yield
         except BaseException:
-            # A replay that did not come to be has the rows of an older one.
+            # A replay that did not run leaves the rows of an older one in place.
             self._failure = self._failure or _unended(len(ids))
             self._end(takers, frame)
             raise
@@ -324,7 +308,7 @@ class Saver(Closing):
 
     @property
     def is_taking(self) -> bool:
-        """Whether any row of the pass under way is to be saved."""
+        """Whether a row of the pass under way is to be saved."""
         return self._frame is not None
 
     @contextmanager
@@ -350,9 +334,9 @@ class Saver(Closing):
                 raise self._failure
 
     def put(self, layer: int, kind: StateKind, rows: Tensor) -> None:
-        """Take the rows [T, row] of one layer of the pass under way; those of other streams are passed over.
+        """Take the rows [T, row] of one layer of the pass under way. Ignores streams that are not saved.
 
-        They are to stay as they are until the pass ends. Raises nothing: what is wrong with them is a gap.
+        The rows must not change until the pass ends. Raises nothing: wrong rows are a gap.
         """
         if self._frame is None or self._failure is not None:
             return
@@ -388,7 +372,7 @@ class Saver(Closing):
 
     @staticmethod
     def _enter(ring: DeviceRows, frame: StagedPass, *, is_replayed: bool) -> CacheError | None:
-        """Why a pass has no room on the device, if it needs any; one longer than the ring does not."""
+        """Take the pass's rows in the ring. Returns why there is no room. A longer pass needs none there."""
         if is_replayed:
             # A graph writes its rows: `put` brings none.
             frame.targets.clear()
@@ -421,11 +405,11 @@ class Saver(Closing):
             self._board.stop(progress, len(run), failure)
 
     def _end(self, takers: Takers, frame: StagedPass | None) -> None:
-        # One that a signal left in the middle may end when its traceback does, within a later pass.
+        # A pass that a signal broke off may end here within a later pass, when its traceback is freed.
         if frame is None or frame is not self._frame:
             return
         self._frame = None
-        # Always: a frame that is not sealed is never free.
+        # Also after a failure: a frame that is not sealed is never free.
         sealing = self._seal(frame)
         failure = self._failure or sealing
         with self._board.lock:
@@ -438,7 +422,7 @@ class Saver(Closing):
                     self._board.add(progress, frame, RowRun(begin, begin + len(run)))
                 self._board.relieve()
             except BaseException:
-                # A signal's: half of it may be noted.
+                # After a signal, only some of the sessions may have the pass.
                 self._board.take_back(takers, frame, _unended(len(frame.rows)))
                 raise
 
