@@ -32,7 +32,8 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import IncompleteRestore, UnsupportedBatch
 from gpu_worker.families import Adapter
-from gpu_worker.families.adapter import Halves, refuse
+from gpu_worker.families.adapter import refuse
+from gpu_worker.families.projections import Halves
 from gpu_worker.pipeline.compute import Restorer
 from gpu_worker.pipeline.lane import Deadline, LaneEvent, device_of
 from gpu_worker.planning.decoding import DecodeRates, searched_split

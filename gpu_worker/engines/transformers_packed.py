@@ -19,7 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.errors import UnsupportedArchitecture
-from gpu_worker.families.adapter import check_rope, refuse, windows
+from gpu_worker.families.adapter import refuse, windows
+from gpu_worker.families.positions import check_rope
 
 ATTENTION = "ctxcache_packed"
 _HARMLESS = (

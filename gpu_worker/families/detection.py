@@ -20,36 +20,38 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ctxcache.format.streams import StateKind
-from gpu_worker.families.adapter import (
+from gpu_worker.families.adapter import Adapter, DecoderLayer, refuse
+from gpu_worker.families.caches import (
     INDEXED_LAYERS,
-    NO_ROPE,
     NOTHING_LAYERS,
-    ONE_ROPE,
     STATE_LAYERS,
-    Adapter,
     AsCached,
     CacheTap,
-    DecoderLayer,
+    Recurrence,
+    cache_classes,
+)
+from gpu_worker.families.norms import norm_name
+from gpu_worker.families.positions import (
+    NO_ROPE,
+    ONE_ROPE,
     Embed,
+    Rope,
+    check_rope,
+    embed_rotated,
+    one_table,
+    rope_name,
+    rotate,
+    rotate_interleaved,
+    table_per_type,
+)
+from gpu_worker.families.projections import (
     FusedProjection,
     HalfShape,
     Halves,
     LatentProjection,
     NoRows,
     Projection,
-    Recurrence,
-    Rope,
     SeparateProjection,
-    cache_classes,
-    check_rope,
-    embed_rotated,
-    norm_name,
-    one_table,
-    refuse,
-    rope_name,
-    rotate,
-    rotate_interleaved,
-    table_per_type,
 )
 
 # How K and V lie in the output of a fused projection, H query and G KV heads of C dimensions:

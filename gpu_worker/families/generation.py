@@ -30,7 +30,7 @@ from ctxcache.format.packing import is_on_tokens, unpacked
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import UnsupportedBatch
 from gpu_worker.families import Adapter
-from gpu_worker.families.adapter import Handle, without_gradient
+from gpu_worker.families.projections import Handle, without_gradient
 
 # Pieces of another size may round otherwise: products of other shapes are summed in another order.
 PREFILL_PIECE_TOKENS = 512

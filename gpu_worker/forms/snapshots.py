@@ -33,7 +33,8 @@ from ctxcache.client.types import LookupState
 from ctxcache.errors import CacheError, DeadlineExceeded, InvalidArgument
 from ctxcache.format.streams import DType
 from gpu_worker.errors import SnapshotMismatch
-from gpu_worker.families.adapter import STATE_LAYERS, Adapter, States, put_states, states_in
+from gpu_worker.families.adapter import Adapter
+from gpu_worker.families.caches import STATE_LAYERS, States, put_states, states_in
 from gpu_worker.forms.rows import row_dtype, torch_dtype
 from gpu_worker.planning.layout import SNAPSHOT_GRAIN_TOKENS
 

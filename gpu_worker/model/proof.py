@@ -22,19 +22,18 @@ from transformers.cache_utils import CacheLayerMixin
 from ctxcache.errors import CacheError
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import UnsupportedArchitecture
-from gpu_worker.families.adapter import (
+from gpu_worker.families.adapter import Adapter, refuse
+from gpu_worker.families.caches import (
     INDEXED_LAYERS,
     STATE_LAYERS,
-    Adapter,
-    HalfShape,
     Recurrence,
     StateTensor,
     index_keys,
-    refuse,
     states_in,
 )
 from gpu_worker.families.detection import Anatomy, anatomy, as_cached, candidates, without
 from gpu_worker.families.generation import Capture, count_positions, run_pass
+from gpu_worker.families.projections import HalfShape
 from gpu_worker.forms.snapshots import Snapshot
 from gpu_worker.pipeline.compute import Modules, inputs_of, recompute_layers
 from gpu_worker.pipeline.target import CacheTarget

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.families import Adapter
-from gpu_worker.families.adapter import (
+from gpu_worker.families.projections import (
     Emit,
     HalfShape,
     Halves,

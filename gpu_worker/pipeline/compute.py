@@ -30,24 +30,18 @@ from ctxcache.format.packing import LOSSY_KINDS, packing_of
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import IncompleteRestore, ShapeMismatch, UnsupportedDtype
 from gpu_worker.families import Adapter
-from gpu_worker.families.adapter import (
-    INDEXED_LAYERS,
-    NOTHING_LAYERS,
-    STATE_LAYERS,
-    DecoderLayer,
+from gpu_worker.families.adapter import DecoderLayer
+from gpu_worker.families.caches import INDEXED_LAYERS, NOTHING_LAYERS, STATE_LAYERS, index_keys, with_index
+from gpu_worker.families.generation import cache_argument, is_empty, layer_input, pieces
+from gpu_worker.families.norms import norm_epsilon, norm_kind, rounds_before_gain
+from gpu_worker.families.positions import Rope
+from gpu_worker.families.projections import (
     FusedProjection,
     Halves,
-    Rope,
     SeparateProjection,
-    index_keys,
     is_plain_linear,
     is_unpatched,
-    norm_epsilon,
-    norm_kind,
-    rounds_before_gain,
-    with_index,
 )
-from gpu_worker.families.generation import cache_argument, is_empty, layer_input, pieces
 from gpu_worker.forms.deltas import Chain
 from gpu_worker.forms.rows import quantized, widen
 from gpu_worker.kernels.kv_projection import reference as projection_reference

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 
 from ctxcache.errors import InvalidArgument
 from gpu_worker.families import Adapter
-from gpu_worker.families.adapter import INDEXED_LAYERS, NOTHING_LAYERS, cache_classes
+from gpu_worker.families.caches import INDEXED_LAYERS, NOTHING_LAYERS, cache_classes
 from gpu_worker.families.generation import is_empty
 from gpu_worker.forms.snapshots import Snapshot
 from gpu_worker.kernels.operands import Pages

@@ -32,8 +32,8 @@ from ctxcache.errors import CacheError
 from ctxcache.format.streams import StateKind
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.families import Adapter, generation
-from gpu_worker.families.adapter import NO_ROPE, Rope
 from gpu_worker.families.generation import prefill
+from gpu_worker.families.positions import NO_ROPE, Rope
 from gpu_worker.model.proof import adapt, difference
 from gpu_worker.model.spec import model_spec
 from gpu_worker.planning.plan import Method, RestorePlan

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch
 from gpu_worker.errors import UnsupportedArchitecture, WeightsNotVisible
-from gpu_worker.families.adapter import is_plain_linear
 from gpu_worker.families.generation import Capture
+from gpu_worker.families.projections import is_plain_linear
 from gpu_worker.model.executed import digest_weights
 from gpu_worker.model.proof import adapt
 from gpu_worker.model.spec import digest_checkpoint, model_spec

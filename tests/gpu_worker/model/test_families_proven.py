@@ -29,8 +29,8 @@ from transformers import (
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import UnsupportedArchitecture
 from gpu_worker.families import Adapter
-from gpu_worker.families.adapter import Rope
 from gpu_worker.families.generation import Capture, prefill
+from gpu_worker.families.positions import Rope
 from gpu_worker.model.proof import adapt, contents, difference
 from gpu_worker.planning.plan import Method, RestorePlan
 from lab.studies.families import build as build_study
