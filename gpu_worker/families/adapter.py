@@ -18,7 +18,7 @@ from ctxcache.format.streams import StateKind
 from gpu_worker.errors import UnsupportedArchitecture
 from gpu_worker.families.caches import Recurrence
 from gpu_worker.families.positions import Embed, Rope
-from gpu_worker.families.projections import HalfShape, Halves, Halves_, NoRows, Projection
+from gpu_worker.families.projections import HalfShape, HalfShapes, Halves, NoRows, Projection
 
 # The shapes of a layer's state on its way, where [H, C] and [H_v, C_v] are the two HalfShapes:
 #
@@ -48,8 +48,8 @@ class DecoderLayer:
     """Tokens a sliding-window layer attends to; None where it attends to all."""
     recurrence: Recurrence | None = None
     """A layer that keeps state beside rows of tokens, or instead of them."""
-    halves: Halves_ | None = None
-    """Shapes of its own halves, where layers differ."""
+    halves: HalfShapes | None = None
+    """Shapes of its halves, where layers differ."""
     index_size: int = 0
     """Elements of an index key, which are the last ones of its second half."""
 
@@ -104,25 +104,25 @@ class Adapter:
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
-        """The kinds of wide rows that layers can be saved by; a recurrent one by its inputs only."""
+        """The kinds of wide rows that layers can be saved by; recurrent layers only by their inputs."""
         return tuple(kind for kind in (StateKind.HIDDEN, self.kind) if kind not in self.refused)
 
     def kinds_of(self, layer: int) -> tuple[StateKind, ...]:
-        """The kinds of wide rows that one layer can be saved by; none of one that keeps nothing."""
-        # A state follows from inputs alone: rows of K and V of the same layer would leave it unknown.
+        """The kinds of wide rows that this layer can be saved by; empty where it keeps nothing."""
+        # A state follows from inputs only: K and V of the same layer would not bring it back.
         if self.layers[layer].recurrence is not None:
             return (StateKind.HIDDEN,)
         return self.kinds if self.layers[layer].has_rows else ()
 
     def kind_of(self, layer: int, kind: StateKind) -> StateKind | None:
-        """The kind by which a layer comes back where others do by `kind`: a recurrent one by its inputs.
+        """The kind by which a layer is restored where others are by `kind`; a recurrent layer by its inputs.
 
-        None: it keeps nothing.
+        None for a layer that keeps nothing.
         """
         kinds = self.kinds_of(layer)
         return kind if kind in kinds else next(iter(kinds), None)
 
-    def halves_of(self, layer: int) -> Halves_:
+    def halves_of(self, layer: int) -> HalfShapes:
         """Shapes of the halves of a layer's row."""
         return self.layers[layer].halves or (self.key, self.value)
 
@@ -167,7 +167,7 @@ class Adapter:
         return all(each.has_rows and each.halves is None and not each.index_size for each in self.layers)
 
     def element_count(self, kind: StateKind, layer: int) -> int | None:
-        """Elements of a layer's row of `kind`, or of what it packs; None for a kind that it does not have."""
+        """Elements of a layer's row of `kind`, before packing; None for a kind that it does not have."""
         wide = unpacked(kind)
         if wide not in self.kinds_of(layer):
             return None
@@ -180,8 +180,7 @@ class Adapter:
         if self.rotary is None:
             return {}
         device = self.layers[0].device
-        # Rotary modules take a tensor for its type and device
-        # only: tables are rounded as in the model's own pass.
+        # A rotary module reads only the type and the device of this tensor, by which it rounds its tables.
         example = torch.empty(0, dtype=self.model.dtype, device=device)
         return self.rotary(example, positions.to(device).unsqueeze(0))
 

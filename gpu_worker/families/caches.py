@@ -51,7 +51,7 @@ States = Mapping[str, Tensor]
 
 
 def states_in(held: Any) -> States:
-    """The tensors of a cache's layer that keeps a state, none where it has none yet. Views.
+    """The state tensors of a cache's layer, as views. None before the layer's first pass.
 
     Any: the class differs by version of transformers.
     """
@@ -64,21 +64,20 @@ def states_in(held: Any) -> States:
 
 
 def put_states(held: Any, states: States, device: torch.device) -> None:
-    """Have a cache's layer, which has no state, go on from a copy of `states`. Any: as above."""
+    """Set the state of a cache's layer, which has none, to a copy of `states`. Any: as `states_in`."""
     for name, tensor in states.items():
         role, _, number = name.partition(" ")
         put = held.update_conv_state if role == "convolution" else held.update_recurrent_state
         put(tensor.to(device), state_idx=int(number))
-        # transformers 5.23 sets the mark with a convolution
-        # state only. Without it a mixer begins from zeros again.
+        # transformers 5.23 sets this mark with a convolution state only. Without it a mixer starts anew.
         held.has_previous_state[int(number)] = True
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """How a layer's recurrent and convolution state goes on: its mixer, run over the layer's normed inputs.
+    """Brings a layer's recurrent and convolution state forward: runs its mixer over the normed inputs.
 
-    Nothing else of the layer is run: no attention, no experts. The state is the engine's own, in its cache.
+    Nothing else of the layer runs: no attention, no experts. The state lies in the engine's cache.
     """
 
     mixer: nn.Module
@@ -86,7 +85,7 @@ class Recurrence:
     cache_name: str
     """The mixer's name for the cache."""
     is_stepwise: bool = False
-    """Whether only one token at a time goes on from a state (Jamba); all at once from none."""
+    """Whether the mixer takes one token at a time once it has a state (Jamba)."""
     states: tuple[StateTensor, ...] = ()
     """The tensors of its state, as the model's own pass left them."""
 
@@ -97,7 +96,7 @@ class Recurrence:
 
     def advance(self, normed: Tensor, cache: Cache) -> None:
         """Bring the layer's state in `cache` forward by tokens [1, T, D]."""
-        # From no state every mixer takes a whole run at once: only going on is stepwise.
+        # Without a state every mixer takes a whole run of tokens.
         is_first = not cache.has_previous_state(self.layer)
         pieces = (normed,) if is_first or not self.is_stepwise else torch.split(normed, 1, dim=1)
         for piece in pieces:
@@ -105,7 +104,7 @@ class Recurrence:
 
 
 class CacheTap:
-    """Watches what one model's passes put into their cache. Shared by all layers of an adapter.
+    """Watches the keys and values that a model's passes put into their cache, for all layers of an adapter.
 
     The cache of a pass has its `update` wrapped while the pass lasts, and no longer.
     """
@@ -123,7 +122,7 @@ class CacheTap:
         """Call `emit` with what each pass adds to a layer's cache, until the handle is removed."""
         if not self._emits:
             self._hooks = [
-                # Hooks only while somebody watches: an idle tap costs a pass nothing.
+                # The hooks are there only while a watch is on: an idle tap costs a pass nothing.
                 self._base.register_forward_pre_hook(self._begin, with_kwargs=True),
                 self._base.register_forward_hook(self._end, always_call=True),
             ]
@@ -139,7 +138,7 @@ class CacheTap:
         if not emits:
             del self._emits[layer]
         if not self._emits:
-            # A watch may end within a pass, whose cache is wrapped still.
+            # A watch may end within a pass: its cache is still wrapped.
             self._end(self._base, (), None)
             for hook in self._hooks:
                 hook.remove()
@@ -209,8 +208,8 @@ def index_keys(held: Any) -> Tensor | None:
     """
     if held.indexer_position_ids is not None:
         raise ValueError("a layer of the cache holds positions of index keys")
-    found: Tensor | None = held.indexer_keys
-    return found
+    keys: Tensor | None = held.indexer_keys
+    return keys
 
 
 def with_index(values: Tensor, index: Tensor) -> Tensor:
@@ -225,13 +224,13 @@ def _tokens_first(half: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AsCached:
-    """K and V as a layer caches them, positions and all: nothing is known of how they come about."""
+    """K and V as a layer caches them, with positions, where their computation is not known."""
 
     tap: CacheTap
     layer: int
 
     def project(self, normed: Tensor) -> Halves:
-        """Nothing leads from a layer's input to its rows. Raises UnsupportedArchitecture."""
+        """Raises UnsupportedArchitecture, since the way from input to rows is not known."""
         del normed
         raise UnsupportedArchitecture(
             architecture=f"layer {self.layer}",

@@ -9,9 +9,9 @@ from gpu_worker.families.projections import is_unpatched
 
 
 def norm_kind(norm: nn.Module) -> str:
-    """The use that a norm makes of its weight: `rmsnorm`, `rmsnorm+1` for 1 + w, `layernorm`, or `own`.
+    """How a norm uses its weight w: `rmsnorm`, `rmsnorm+1` for 1 + w, `layernorm`, or `own`.
 
-    A copy of the module says so, with a weight of its own: the model's need not be in memory.
+    A copy of the module is run with another weight: the model's weight need not be in memory.
     """
     weight = getattr(norm, "weight", None)
     if isinstance(norm, nn.LayerNorm) and is_unpatched(norm):
@@ -29,7 +29,7 @@ def norm_kind(norm: nn.Module) -> str:
     normed = x * torch.rsqrt(x.pow(2).mean() + norm_epsilon(norm))
     centred = nn.functional.layer_norm(x, (len(weight),), eps=norm_epsilon(norm))
     for name, expected in (("rmsnorm", normed / 2), ("rmsnorm+1", normed * 1.5), ("layernorm", centred / 2)):
-        # A norm that is none of these is the model's own; kernels leave it to its module.
+        # Kernels leave any other norm to its module.
         if torch.allclose(out, expected, rtol=1e-4, atol=1e-5):
             return name
     return "own"
@@ -38,7 +38,7 @@ def norm_kind(norm: nn.Module) -> str:
 def rounds_before_gain(norm: nn.Module) -> bool:
     """Whether an RMS norm in 16 bits rounds a normed row before its gain (Llama), not only behind (OLMo 2).
 
-    A copy of the module says so, as in `norm_kind`.
+    A copy of the module is run, as in `norm_kind`.
     """
     size = len(norm.weight)  # type: ignore[arg-type]  # a norm that `norm_kind` knows has a weight [D]
     x = torch.linspace(-1.0, 2.0, size, device="cpu").unsqueeze(0).bfloat16()

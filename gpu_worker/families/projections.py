@@ -47,7 +47,7 @@ class Handle(Protocol):
     """The handle that ends a watch."""
 
     def remove(self) -> None:
-        """End it."""
+        """End the watch."""
         ...
 
 
@@ -81,19 +81,18 @@ class SeparateProjection:
     """OLMo 2 norms [1, T, H * C]."""
     input_scale: float = 1.0
     key_scale: float = 1.0
-    """Falcon-H1 multiplies what goes in, and K before positions."""
+    """Falcon-H1 multiplies the normed input, and K before positions."""
 
     @property
     def is_scaled(self) -> bool:
-        """Whether there is more to K and V than weights."""
+        """Whether the input or K is multiplied by a scale."""
         return (self.input_scale, self.key_scale) != (1.0, 1.0)
 
     def project(self, normed: Tensor) -> Halves:
         """See Projection."""
         if self.is_scaled:
             normed = normed * self.input_scale
-        # `forward`, not a call: a call runs hooks, and those
-        # that capture new tokens would save restored ones again.
+        # `forward`, not a call: a call runs hooks, which would capture and save restored tokens again.
         k, v = self.k_proj.forward(normed), self.value.heads(self.v_proj.forward(normed))
         if self.is_scaled:
             k = k * self.key_scale
@@ -106,8 +105,7 @@ class SeparateProjection:
     def watch(self, emit: Emit) -> list[RemovableHandle]:
         """See Projection."""
         join = _Join(emit)
-        # Behind the norm of K: rows keep what positions are
-        # applied to, so that a restore from rows norms nothing.
+        # K is taken behind its norm, right before positions, so that a restore from rows norms nothing.
         last = self.k_proj if self.k_norm is None else self.k_norm
         return [
             _on_output(last, lambda out: join.first(self._heads_of_key(out))),
@@ -115,8 +113,7 @@ class SeparateProjection:
         ]
 
     def _heads_of_key(self, out: Tensor) -> Tensor:
-        # The scale comes behind `k_proj` in the model's code, so
-        # that no module's output has it: it is repeated here.
+        # The model's code scales the output of `k_proj`. No module's output has the scaled K.
         heads = self.key.heads(out.transpose(1, 2) if self.is_normed_heads_first else out)
         return heads * self.key_scale if self.is_scaled else heads
 
@@ -149,8 +146,7 @@ class LatentProjection:
     def project(self, normed: Tensor) -> Halves:
         """See Projection."""
         out = self.kv_a.forward(normed)
-        # One linear layer's output: [latent | rotary part]. Only the
-        # latent is normed; the rotary part is shared by all heads.
+        # The output is [latent | rotary part]. Only the latent is normed.
         return self.latent.heads(self.kv_a_norm.forward(out[..., : self.latent.size])), self._rotary_of(out)
 
     def watch(self, emit: Emit) -> list[RemovableHandle]:
@@ -170,7 +166,7 @@ class NoRows:
     """A layer that keeps no row of a token: recurrent and convolution state only, or nothing at all."""
 
     def project(self, normed: Tensor) -> Halves:
-        """There are no halves. Raises UnsupportedArchitecture."""
+        """Raises UnsupportedArchitecture, since there are no halves."""
         del normed
         raise UnsupportedArchitecture(architecture="a layer", problem="it keeps no keys and values")
 
@@ -210,13 +206,12 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def is_unpatched(module: nn.Module) -> bool:
-    """Whether a module's own class says how it computes."""
-    # A method that was put on the object goes before that of its class.
+    """Whether a module computes by its class's `forward`, and not by one that was put on the object."""
     return "forward" not in module.__dict__
 
 
 def without_gradient(tensor: Tensor) -> Tensor:
-    """The tensor, detached where it has to be: as a rule there is no gradient, and asking is cheaper."""
+    """The tensor, detached if it has a gradient. As a rule it has none, and to ask is cheaper."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -227,4 +222,5 @@ def _on_output(module: nn.Module, take: Callable[[Tensor], None]) -> RemovableHa
     return module.register_forward_hook(hook)
 
 
-Halves_ = tuple["HalfShape", "HalfShape"]
+HalfShapes = tuple["HalfShape", "HalfShape"]
+"""Shapes of a row's first and second half."""
