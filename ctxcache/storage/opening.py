@@ -25,7 +25,8 @@ from ctxcache.storage.data_directory import METADATA, DataDirectory, check_not_r
 from ctxcache.storage.injection import Faults, FaultySsdFiles, SlowMetadata
 from ctxcache.storage.metadata.catalog import CATALOG, Catalog
 from ctxcache.storage.metadata.reading import ReadOnlyMetadata
-from ctxcache.storage.metadata.rocksdb import RocksDbMetadata, check_room_to_open
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.shortages import check_room_to_open
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.ssd_directories import Directory, check_not_orphaned, entries, is_ours, look, write_down
 from ctxcache.storage.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned

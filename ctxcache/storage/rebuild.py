@@ -26,7 +26,8 @@ from ctxcache.storage.data_directory import METADATA, DataDirectory, check_not_r
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import SegmentRecord, SessionRecord
 from ctxcache.storage.metadata.catalog import CATALOG, CatalogContents, Entry, read_catalog
-from ctxcache.storage.metadata.rocksdb import RocksDbMetadata, check_room_to_open
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.shortages import check_room_to_open
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.scan import ScannedSegment, is_whole, scan
 from ctxcache.storage.ssd_directories import (

@@ -19,7 +19,7 @@ from metadata_contract import make_session
 
 from ctxcache.errors import TierFailure
 from ctxcache.runtime.mounts import Mount
-from ctxcache.storage.metadata import reading, rocksdb
+from ctxcache.storage.metadata import reading, rocksdb, shortages
 from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
@@ -209,7 +209,7 @@ async def test_a_remote_filesystem_that_does_not_say_how_full_it_is_delays_no_co
         assert answer.wait(PATIENCE_S)
         return statvfs(path)
 
-    monkeypatch.setattr(rocksdb, "mount_of", lambda _: Mount("nfs4"))
+    monkeypatch.setattr(shortages, "mount_of", lambda _: Mount("nfs4"))
     store = RocksDbMetadata(tmp_path, hang_after_s=HANG_AFTER_S)
     monkeypatch.setattr(os, "statvfs", hangs)
 

@@ -16,7 +16,7 @@ import pytest
 from metadata_contract import make_segment, make_session
 
 from ctxcache.errors import CapacityExceeded, TierFailure
-from ctxcache.storage.metadata import reading, records, rocksdb
+from ctxcache.storage.metadata import reading, records, rocksdb, shortages
 from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 
@@ -185,7 +185,7 @@ async def test_what_is_another_after_a_rest_stays_refused(tmp_path: Path) -> Non
 
 def test_only_what_lacked_passes() -> None:
     """A device's refusal does not, nor a sync that found no room: it says nothing of what was written."""
-    assert rocksdb._is_passing(NO_ROOM)
-    assert rocksdb._is_passing("IO error: While open a file for appending: Too many open files")
-    assert not rocksdb._is_passing("IO error: While fdatasync: 000004.log: No space left on device")
-    assert not rocksdb._is_passing("IO error: While appending to file: Input/output error")
+    assert shortages.is_passing(NO_ROOM)
+    assert shortages.is_passing("IO error: While open a file for appending: Too many open files")
+    assert not shortages.is_passing("IO error: While fdatasync: 000004.log: No space left on device")
+    assert not shortages.is_passing("IO error: While appending to file: Input/output error")

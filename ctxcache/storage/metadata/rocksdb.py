@@ -26,11 +26,9 @@ its sessions are read. What is refused is as it was: a database is opened for wr
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -42,17 +40,15 @@ from typing import Any, NoReturn, TypeVar
 
 from rocksdict import Rdict, WriteBatch
 
-from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, TierFailure
+from ctxcache.errors import DataDirectoryUnusable, TierFailure
 from ctxcache.format.layout import Slot
 from ctxcache.runtime.clock import SystemClock
 from ctxcache.runtime.files import claim_directory, open_private
-from ctxcache.runtime.mounts import mount_of
 from ctxcache.storage.device_threads import Threads
 from ctxcache.storage.metadata import records
 from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.metadata.catalog import HANG_AFTER_S, Beside, Catalog, Entry
 from ctxcache.storage.metadata.reading import (
-    MEMTABLE_BYTES,
     RocksDbRecords,
     Untouched,
     options,
@@ -60,6 +56,7 @@ from ctxcache.storage.metadata.reading import (
     release,
 )
 from ctxcache.storage.metadata.records import Commit, Seals
+from ctxcache.storage.metadata.shortages import Room, check_room_to_open, has_what_lacked, is_passing
 from ctxcache.storage.metadata.witness import PATIENCE_S as WITNESS_PATIENCE_S
 from ctxcache.storage.metadata.witness import Witness
 
@@ -72,27 +69,8 @@ from ctxcache.storage.metadata.witness import Witness
 #
 # Callers that come while the log is written or synced are one round: one write for all of them, one sync
 # where one of them is durable, and one write of the catalog.
-ROOM_BYTES = 2 * MEMTABLE_BYTES
-"""Free bytes of the filesystem below which nothing that grows is taken: what turning the log into tables
-may need at a time. RocksDB that runs into a full disk cannot be trusted to go on; short of that, it can."""
-ROOM_INODES = 32
-"""With fewer free inodes no growth is taken, where the filesystem counts them."""
-OPENING_BYTES = 1 << 20
-"""What an opening for writing takes, besides tables as large as the log that they are made of."""
-OPENING_INODES = 16
-SPARE_DESCRIPTORS = 16
-"""Descriptors that are free when a database that rests is opened again."""
-REMOTE_FILESYSTEMS = ("fuse", "nfs", "cifs", "smb", "ceph", "9p", "gluster", "lustre")
-"""Kinds whose `statvfs` asks another process or machine, and may hang; the kernel answers for the others."""
-SPACE_PATIENCE_S = 0.05
-"""How long the loop waits for the answer of such a filesystem, once per question."""
 REOPEN_PAUSE_S = 1.0
 """Time between two looks at whether the cause of a rest is gone."""
-# RocksDB has no error numbers to offer, so that its sentences are compared with the system's words.
-_LACKING = tuple(
-    os.strerror(number)
-    for number in (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN)
-)
 ENTRIES_PER_BATCH = 1024
 PROPERTIES = {
     "memtable_bytes": "cur-size-all-mem-tables",
@@ -156,8 +134,6 @@ class RocksDbMetadata(RocksDbRecords):
         # Work of seconds has a thread of its own: commits must not wait behind a scan.
         self._beside = Threads(1, "metadata-beside", self._clock)
         """Opening and scanning the database, questions to the filesystem: no commit waits for this thread."""
-        self._space_asked: Future[None] | None = None
-        self._is_remote = mount_of(self._path).kind.startswith(REMOTE_FILESYSTEMS)
         self._waiting: list[Sequence[Entry]] = []
         """Changes of commits that came while the log was written, and what their callers wait for."""
         self._waiting_done: asyncio.Future[Future[None] | None] | None = None
@@ -182,7 +158,7 @@ class RocksDbMetadata(RocksDbRecords):
         # A failure here must give up the lock of the directory, or the next try would find it held.
         try:
             _claim(self._path)
-            self._look_at_space()
+            self._room = Room(self._path, self._beside)
             if not self.is_there:
                 self._seals = Seals()
                 self._open_for_writing(is_new=True)
@@ -268,21 +244,7 @@ class RocksDbMetadata(RocksDbRecords):
         self._check()
         if is_growing:
             # Only growth needs room: deletions must go on when the disk is full, for they make room.
-            _check_room(self._path, self._space_now(), ROOM_BYTES, ROOM_INODES)
-
-    def _space_now(self) -> os.statvfs_result:
-        """The filesystem's free room; the last figure while the filesystem does not answer."""
-        # The local kernel answers at once. A remote filesystem may hang, so that it is asked in a thread, and
-        # not again while it owes an answer.
-        if not self._is_remote:
-            self._look_at_space()
-        elif self._space_asked is None or self._space_asked.done():
-            self._space_asked = self._beside.submit(self._look_at_space)
-            wait([self._space_asked], SPACE_PATIENCE_S)
-        return self._space
-
-    def _look_at_space(self) -> None:
-        self._space = os.statvfs(self._path)
+            self._room.check()
 
     def restore(self, entries: Iterable[Entry], sequence: int) -> None:
         """Put records into a store that is new; its commits are numbered from `sequence` on.
@@ -495,7 +457,7 @@ class RocksDbMetadata(RocksDbRecords):
 
         None where it cannot be opened.
         """
-        if not self._has_what_lacked():
+        if not has_what_lacked(self._path):
             return None
         # RocksDB takes no writes after a failed one until it is opened anew.
         release(self.database)
@@ -523,22 +485,6 @@ class RocksDbMetadata(RocksDbRecords):
     def _is_possible(self, last: Commit) -> bool:
         """Whether the database may end with this commit: the last acknowledged one, or a doubtful one."""
         return last in {self._last, *(commit for _, commit in self._doubtful)}
-
-    def _has_what_lacked(self) -> bool:
-        spare: list[int] = []
-        try:
-            # Files are really made: only that tells whether descriptors, inodes and quotas suffice.
-            for _ in range(SPARE_DESCRIPTORS):
-                descriptor, path = tempfile.mkstemp(prefix="spare.", dir=Path(self._path).parent)
-                spare.append(descriptor)
-                Path(path).unlink()
-            _check_room(self._path, os.statvfs(self._path), ROOM_BYTES, ROOM_INODES)
-        except (OSError, CapacityExceeded):
-            return False
-        finally:
-            for descriptor in spare:
-                os.close(descriptor)
-        return True
 
     async def recorded_slots(self) -> set[Slot]:
         """See MetadataStore."""
@@ -685,7 +631,7 @@ class RocksDbMetadata(RocksDbRecords):
 
     def _is_passing(self, error: BaseException) -> bool:
         # The path is taken out of the text, because a directory may have any word in its name.
-        return isinstance(error, _Overdue) or _is_passing(str(error).replace(self._path, ""))
+        return isinstance(error, _Overdue) or is_passing(str(error).replace(self._path, ""))
 
     def _note_failure(self, error: BaseException) -> None:
         is_passing = self._is_passing(error)
@@ -693,38 +639,6 @@ class RocksDbMetadata(RocksDbRecords):
         if self._failure is None or (self._is_resting and not is_passing):
             self._is_resting, self._failure = is_passing, str(error)
             log.error("metadata_refuses path=%s problem=%s", self._path, self.problem)
-
-
-def _check_room(path: str, space: os.statvfs_result, needed_bytes: int, needed_inodes: int) -> None:
-    """Raise CapacityExceeded where the filesystem of the database has less."""
-    free_bytes = space.f_bavail * space.f_frsize
-    if free_bytes < needed_bytes:
-        raise CapacityExceeded(
-            tier=f"metadata {path}",
-            needed_bytes=needed_bytes,
-            free_bytes=free_bytes,
-            limit_bytes=space.f_blocks * space.f_frsize,
-        )
-    # Some filesystems count no inodes, and say 0 of 0.
-    if space.f_files and space.f_favail < needed_inodes:
-        raise CapacityExceeded(
-            tier=f"inodes of metadata {path}",
-            needed_bytes=needed_inodes,
-            free_bytes=space.f_favail,
-            limit_bytes=space.f_files,
-        )
-
-
-def check_room_to_open(path: Path) -> None:
-    """Raise CapacityExceeded where an opening for writing could run out of room half way.
-
-    Raises DataDirectoryUnusable where that cannot be known.
-    """
-    try:
-        log_bytes, space = sum(log.stat().st_size for log in path.glob("*.log")), os.statvfs(path)
-    except OSError as error:
-        raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
-    _check_room(str(path), space, log_bytes + OPENING_BYTES, OPENING_INODES)
 
 
 class _Overdue(Exception):
@@ -739,15 +653,6 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None], _: obj
     """From a thread. The loop may be closed: then nobody waits any more."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call)
-
-
-def _is_passing(said: str) -> bool:
-    """Whether RocksDB's sentence, without the path, tells of a lack that passes.
-
-    That is never so for a sync, which may lose bytes.
-    """
-    # A failed sync never passes: the lost bytes are not known.
-    return "sync" not in said.lower() and any(lack in said for lack in _LACKING)
 
 
 def _check_lock(path: Path) -> None:
