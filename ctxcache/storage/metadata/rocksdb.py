@@ -97,15 +97,15 @@ log = logging.getLogger(__name__)
 # anew: they are `_doubtful`.
 @dataclass(slots=True)
 class _Round:
-    """Commits that are in memory and on their way into the log together, and what their callers wait for."""
+    """Commits that go into the log together. They are in memory."""
 
     done: "asyncio.Future[Future[None] | None]"
-    """The future's result is the catalog's write of the commits."""
+    """Ends when the log has the commits. Its result is the catalog's write of them."""
     is_durable: bool
     commits: list[tuple[Sequence[Entry], Commit]] = field(default_factory=list)
     work: "Future[None] | None" = None
     noted: Beside | None = None
-    """The catalog's part, where the thread of the log writes that too."""
+    """The catalog's bytes of the commits, where the log's thread writes these too."""
 
 
 class RocksDbMetadata(RocksDbRecords):
@@ -123,7 +123,7 @@ class RocksDbMetadata(RocksDbRecords):
         """Create the database in directory `path`, or open one that is there for reading, until `begin`.
 
         `hang_after_s` is how long the device may take for one answer. `before` is called right before the
-        database is written: it writes what else belongs to the store. Raises as RocksDbRecords and it do.
+        database is written: it writes the store's other files. Raises as RocksDbRecords and `before` do.
         """
         super().__init__(path, witness=witness, catalog=catalog)
         self._hang_after_s, self._clock, self._before = hang_after_s, SystemClock(), before
@@ -131,27 +131,30 @@ class RocksDbMetadata(RocksDbRecords):
         self.patience_s = hang_after_s + (WITNESS_PATIENCE_S if witness else 0)
         # One thread writes the log and syncs it: a thread between the two would cost more than the write.
         self._writer = Threads(1, "metadata-log", self._clock)
-        # Work of seconds has a thread of its own: commits must not wait behind a scan.
         self._beside = Threads(1, "metadata-beside", self._clock)
-        """Opening and scanning the database, questions to the filesystem: no commit waits for this thread."""
+        """Opens and scans the database, and asks the filesystem. No commit waits for this thread."""
+        self._threads = self._writer, self._beside
         self._waiting: list[Sequence[Entry]] = []
-        """Changes of commits that came while the log was written, and what their callers wait for."""
+        """Changes of commits that came while the log was written."""
         self._waiting_done: asyncio.Future[Future[None] | None] | None = None
+        """Ends when the log has them."""
         self._is_waiting_durable = False
-        """Whether one of those that wait has to outlive a power cut."""
+        """Whether a waiting commit has to outlive a power cut."""
         self._round: _Round | None = None
         """Commits whose log is being written."""
         self._watch: asyncio.TimerHandle | None = None
         """Set while the device has something to answer."""
         self._failure: str | None = None
         self._is_resting = False
-        """Whether the failure is one that passes."""
+        """Whether the failure passes by itself."""
         self._next_look_s = 0.0
-        # Owed records are kept by key, so that many refused commits of one session cost one record.
         self._owed: dict[bytes, bytes | None] = {}
-        """By key, what commits that a rest refused would have left: the cache has gone on with that."""
+        """Records by key of commits that were refused during a rest. The cache has gone on from them.
+
+        By key, so that many refused commits of one session cost one record.
+        """
         self._doubtful: list[tuple[Sequence[Entry], Commit]] = []
-        """The commits whose write began the rest: the first few of them may be there."""
+        """Commits whose write began the rest. The database may have the first of them."""
         self.reopened_count = 0
         """How often a rest has ended."""
         self._is_closed = self._is_begun = False
@@ -163,7 +166,7 @@ class RocksDbMetadata(RocksDbRecords):
                 self._seals = Seals()
                 self._open_for_writing(is_new=True)
         except BaseException:
-            for threads in (self._writer, self._beside):
+            for threads in self._threads:
                 threads.close()
             self._let_go()
             raise
@@ -262,8 +265,8 @@ class RocksDbMetadata(RocksDbRecords):
     def commit(self, changes: Changes, *, is_durable: bool) -> Coroutine[Any, Any, None]:
         """See MetadataStore. On the loop it costs tens of microseconds.
 
-        The log's write and the catalog's go to the page cache in threads, and whoever waits waits for them,
-        and for the sync where there is one.
+        Threads write the log and the catalog to the page cache. Await the result to know that both, and the
+        sync of a durable commit, are done.
         """
         entries = records.entries(changes)
         if self._is_resting:
@@ -275,7 +278,7 @@ class RocksDbMetadata(RocksDbRecords):
         return self._settle(self._put(entries, is_durable=is_durable))
 
     async def _settle(self, done: "asyncio.Future[Future[None] | None]") -> None:
-        """Wait until changes are where they must be, and the catalog has them."""
+        """Wait until the log and the catalog have a commit's changes."""
         # The wait is shielded: one caller's cancellation must not cancel what others wait for.
         noted = await asyncio.shield(done)
         if self._catalog and noted:
@@ -284,11 +287,11 @@ class RocksDbMetadata(RocksDbRecords):
     # -- into the log ------------------------------------------------------------------------------
 
     def _put(self, entries: Sequence[Entry], *, is_durable: bool) -> "asyncio.Future[Future[None] | None]":
-        """Have changes written in the order of the calls. Done when they, and all before them, are there.
+        """Have changes written in the order of the calls. The future ends when the log has them.
 
-        The result is the catalog's write of them.
+        Its result is the catalog's write of them.
         """
-        # The caller's future is made before the round, so that a round which fails at once finds its callers.
+        # The future is made before the round: a round that fails at once ends it.
         if self._waiting_done is None:
             self._waiting_done = asyncio.get_running_loop().create_future()
             # A failure that no caller waits for any more is not an error of the loop.
@@ -305,7 +308,7 @@ class RocksDbMetadata(RocksDbRecords):
 
     @property
     def _logging(self) -> "asyncio.Future[Future[None] | None] | None":
-        """Done when every change so far is in the log; None where all are there already."""
+        """The future that ends when the log has every change so far; None where it has them now."""
         return self._waiting_done or (self._round.done if self._round else None)
 
     def _begin_round(self) -> None:
@@ -369,7 +372,7 @@ class RocksDbMetadata(RocksDbRecords):
             self._begin_round()
 
     def _refuse(self, error: BaseException) -> None:
-        """Fail every commit that is not in the log. It is owed: only the opened database can tell."""
+        """Fail every commit that is not in the log, and owe its changes."""
         failed, self._round = self._round, None
         waiting, self._waiting = self._waiting, []
         self._note_failure(error)
@@ -378,8 +381,7 @@ class RocksDbMetadata(RocksDbRecords):
         if failed:
             self._doubtful += failed.commits
             callers.append(failed.done)
-            # Doubtful commits are the older changes: they come before those that waited, or an old value
-            # would win.
+            # The round's changes are older than those that waited. Noted last, an old value would win.
             waiting = [entries for entries, _ in failed.commits] + waiting
         for entries in waiting:
             self._owed.update(entries)
@@ -395,13 +397,13 @@ class RocksDbMetadata(RocksDbRecords):
             self._watch = loop.call_later(self.patience_s, self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give up operations that are late; watch on while others are under way."""
+        """Give the device up where an operation is late; else watch on while one is under way."""
         self._watch = None
-        # The device was given up already: it owes, and no new caller waits for it.
+        # A device that was given up needs no watch: no new caller waits for it.
         if self._writer.is_owed or not self._writer.is_busy:
             return
         begun_ns = self._writer.oldest_ns
-        # Between two operations the thread has none under way: the queued one's callers need this watch yet.
+        # Between two operations none is under way, and the queued one needs the watch.
         if begun_ns is None or self._clock.monotonic_ns() - begun_ns < self.patience_s * 1e9:
             self._start_watch(loop)
             return
@@ -411,17 +413,17 @@ class RocksDbMetadata(RocksDbRecords):
         self._give_up()
 
     def _give_up(self) -> None:
-        for threads in (self._writer, self._beside):
+        for threads in self._threads:
             threads.give_up(lambda: TierFailure(path=self._path, problem=self.problem))
 
     async def reopen(self) -> bool:
         """See MetadataStore."""
         if not self._is_resting or time.monotonic() < self._next_look_s:
             return False
-        # A later answer would be that of the old database.
+        # An operation that is still under way would answer for the old database.
         if self._writer.is_owed:
             return False
-        # No commit is taken: when the thread is back, nothing else uses the database.
+        # A resting store takes no commit: when the thread has answered, nothing uses the database.
         back = asyncio.wrap_future(self._writer.submit(_nothing))
         self._start_watch(asyncio.get_running_loop())
         await asyncio.shield(back)
@@ -494,17 +496,17 @@ class RocksDbMetadata(RocksDbRecords):
         return await self._in_thread(self._recorded_slots)
 
     async def _in_thread(self, work: Callable[[], Found]) -> Found:
-        """The result of work that may take long, since it asks the device many things."""
+        """Do work of seconds in the thread that no commit waits for, and return its result."""
         results: list[Found] = []
         done = self._beside.submit(lambda: results.append(work()))
         await asyncio.shield(asyncio.wrap_future(done))
         return results[0]
 
     def close(self) -> None:
-        """Sync the page cache and close the files, whatever the device says.
+        """Sync the log and close the files, also of a device that fails.
 
-        Raises TierFailure for a sync that fails here; a fenced store has said so before. A database that a
-        device has not returned is left to the process's end.
+        Raises TierFailure where this sync fails. A database under a call that has not returned stays open
+        until the process ends.
         """
         if self._is_closed:
             return
@@ -514,16 +516,15 @@ class RocksDbMetadata(RocksDbRecords):
         try:
             self._finish_rounds()
             if self._failure is None and self._is_begun:
-                # A fenced store has told its callers; another sync could only lie.
+                # A fenced store is not synced: the next sync may report success for bytes that are lost.
                 self._finish(self._writer.submit(self._sync_now)).result()
         finally:
-            for threads in (self._writer, self._beside):
-                # Threads that owe nothing finish their work. Those of a hanging device are left to the
-                # process's end.
+            for threads in self._threads:
+                # The threads of a hanging device end with the process.
                 if not threads.is_owed:
                     self._finish(threads.submit(_nothing))
             is_owed = self._writer.is_owed
-            for threads in (self._writer, self._beside):
+            for threads in self._threads:
                 threads.close()
             if self._catalog:
                 self._catalog.close(self._last.sequence)
@@ -564,7 +565,7 @@ class RocksDbMetadata(RocksDbRecords):
         self.database.write(batch)
 
     def _write_now(self, entries: Sequence[Entry]) -> None:
-        """Put a commit into the log before anything is served. Raises TierFailure."""
+        """Put a commit into the log, before the store serves anybody. Raises TierFailure."""
         last = self._counted(entries)
         try:
             self._write(entries, last)
@@ -603,7 +604,7 @@ class RocksDbMetadata(RocksDbRecords):
         try:
             self.database.flush_wal(sync=True)
         except Exception as error:
-            # This is noted also where the device was given up, and nobody hears of its answer.
+            # Noted here too: where the device was given up, nobody hears of this answer.
             if not self._is_passing(error):
                 self._note_failure(error)
             raise
@@ -650,7 +651,7 @@ def _nothing() -> None:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None], _: object) -> None:
-    """From a thread. The loop may be closed: then nobody waits any more."""
+    """Call `call` on the loop, from a thread. Does nothing where the loop is closed: nobody waits then."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call)
 
