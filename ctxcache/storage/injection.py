@@ -22,7 +22,8 @@ from ctxcache.storage.metadata.catalog import Catalog
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.tiers.base import Range
-from ctxcache.storage.tiers.ssd import HANG_AFTER_S, SsdFiles, SsdPath
+from ctxcache.storage.tiers.segments_file import SsdPath
+from ctxcache.storage.tiers.ssd import HANG_AFTER_S, SsdFiles
 
 FAULT_LIMIT = 16
 """Faults at a time."""

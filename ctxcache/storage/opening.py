@@ -30,8 +30,9 @@ from ctxcache.storage.metadata.shortages import check_room_to_open
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.ssd_directories import Directory, check_not_orphaned, entries, is_ours, look, write_down
 from ctxcache.storage.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
+from ctxcache.storage.tiers.segments_file import SsdPath
 from ctxcache.storage.tiers.shared_memory import free_huge_bytes
-from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
+from ctxcache.storage.tiers.ssd import SsdFiles
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,8 @@ from ctxcache.runtime.clock import SystemClock
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.base import DeviceTier, MappedTier
 from ctxcache.storage.tiers.dram import DramArena
-from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
+from ctxcache.storage.tiers.segments_file import SsdPath
+from ctxcache.storage.tiers.ssd import SsdFiles
 from lab.bench.device import MIB, ThrottledTier
 
 TENANT = "bench"

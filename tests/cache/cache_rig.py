@@ -39,7 +39,8 @@ from ctxcache.storage.metadata.base import Changes, MetadataStore
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers.base import DeviceTier
 from ctxcache.storage.tiers.dram import DramArena
-from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
+from ctxcache.storage.tiers.segments_file import SsdPath
+from ctxcache.storage.tiers.ssd import SsdFiles
 from tests.model_specs import small_model
 
 TENANT = "acme"

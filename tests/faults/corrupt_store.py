@@ -28,7 +28,8 @@ from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.ssd_directories import in_order, write_down
 from ctxcache.storage.tiers.dram import DramArena
-from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
+from ctxcache.storage.tiers.segments_file import SsdPath
+from ctxcache.storage.tiers.ssd import SsdFiles
 from tests.faults.rows import rows_of
 from tests.model_specs import small_model
 

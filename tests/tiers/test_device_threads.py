@@ -16,7 +16,8 @@ from ctxcache.storage.device_threads import Threads
 from ctxcache.storage.metadata import rocksdb
 from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
-from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
+from ctxcache.storage.tiers.segments_file import SsdPath
+from ctxcache.storage.tiers.ssd import SsdFiles
 
 HANG_AFTER_S = 0.05
 PATIENCE_S = 25.0

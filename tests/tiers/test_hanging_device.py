@@ -12,7 +12,8 @@ from tier_contract import buffer
 
 from ctxcache.errors import TierFailure
 from ctxcache.format.layout import Slot
-from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
+from ctxcache.storage.tiers.segments_file import SsdPath
+from ctxcache.storage.tiers.ssd import SsdFiles
 
 SIZE_BYTES = 16 << 20
 HANG_AFTER_S = 30

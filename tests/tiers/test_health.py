@@ -7,7 +7,7 @@ from fakes import FakeClock
 
 from ctxcache.errors import TierFailure
 from ctxcache.storage.tiers.base import TierRefusal
-from ctxcache.storage.tiers.ssd import READ_FAILURE_LIMIT, REST_NS, PathHealth
+from ctxcache.storage.tiers.path_health import READ_FAILURE_LIMIT, REST_NS, PathHealth
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EBADF, None])

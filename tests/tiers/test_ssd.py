@@ -20,7 +20,8 @@ from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConf
 from ctxcache.format.layout import ALIGN_BYTES, SEGMENTS_FILE, Slot
 from ctxcache.runtime.clock import Clock
 from ctxcache.storage.tiers.base import TierRefusal
-from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath, _choose_mode
+from ctxcache.storage.tiers.segments_file import SsdPath, choose_mode
+from ctxcache.storage.tiers.ssd import SsdFiles
 
 SIZE_BYTES = 16 << 20
 SLOT = Slot(0, 0, 1 << 20)
@@ -182,7 +183,7 @@ def test_the_mode_of_access_says_why(open_tier: OpenTier) -> None:
 def test_a_filesystem_without_direct_io_is_buffered() -> None:
     """Where the kernel refuses direct I/O the path is used through the page cache."""
     with Path("/proc/self/comm").open("rb") as file:
-        mode = _choose_mode(file.fileno(), file.name, allow_direct=True)
+        mode = choose_mode(file.fileno(), file.name, allow_direct=True)
 
     assert not mode.is_direct
     assert "refuses direct I/O" in mode.reason

@@ -11,7 +11,8 @@ from tier_contract import SMALLEST_CAPACITY_BYTES, PlacedTier, TierContract
 
 from ctxcache.storage.injection import COUNT_LIMIT, Fault, FaultKind, Faults, FaultySsdFiles
 from ctxcache.storage.tiers.dram import DramArena
-from ctxcache.storage.tiers.ssd import SsdFiles, SsdPath
+from ctxcache.storage.tiers.segments_file import SsdPath
+from ctxcache.storage.tiers.ssd import SsdFiles
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the point is to be on another filesystem
 

@@ -18,160 +18,22 @@ may open them read rows by their offset (`client/ssd_files.py`).
 
 import asyncio
 import errno
-import fcntl
-import logging
 import mmap
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration, TierFailure
+from ctxcache.errors import DataDirectoryUnusable, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES, SEGMENTS_FILE, Slot
 from ctxcache.runtime.clock import Clock, SystemClock
-from ctxcache.runtime.files import claim_directory, open_private
 from ctxcache.storage.device_threads import Threads
 from ctxcache.storage.tiers.base import Range, TierRefusal
-
-log = logging.getLogger(__name__)
-
-REST_NS = 2 * 10**9
-"""How long a path that lacked room takes no writes."""
-HELD = "an operator took it out of use"
-READ_FAILURE_LIMIT = 3
-"""Reads failing one after the other, none that succeeds between, until the path takes no more writes."""
-# A lack of these passes: somebody deletes files, or memory comes back. Any other error is taken for a broken
-# device.
-_LACKING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN))
-
-
-# Two scales that move on their own, and what each lets through:
-#
-#     writes   open ──► rests 2 s ──► open              lacked room or memory
-#              open ──► fenced, until a restart         a sync failed, a write was refused, 3 reads in a row
-#     reads    there ──► doubted ──► lost ──► there     probes of the whole device decide
-#
-# A fence is never lifted by a success: after a failed fdatasync the kernel forgets the lost pages, and the
-# next one reports that all is well.
-class PathHealth:
-    """Whether one path works. The threads that do its I/O report to it; the event loop asks it."""
-
-    def __init__(self, path: str, clock: Clock) -> None:
-        self._path = path
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._fence = ""
-        self._lack = ""
-        self._is_held = False
-        self._rest_ends_ns = 0
-        self._read_failure_count = 0
-        self._loss = self._displacement = ""
-        self._is_doubted = False
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the path's bytes cannot be read."""
-        return bool(self._loss)
-
-    @property
-    def is_doubted(self) -> bool:
-        """Whether only a probe can tell if the path's bytes can be read."""
-        return self._is_doubted or self.is_lost
-
-    @property
-    def refusal(self) -> TierRefusal | None:
-        """Why the path takes no writes now; None while it does."""
-        if self._loss:
-            # A loss is told first: callers have to know it, whatever else is wrong.
-            return TierRefusal(self._loss, is_final=bool(self._fence), is_lost=True)
-        if self._fence:
-            return TierRefusal(self._fence, is_final=True)
-        if self._is_held:
-            return TierRefusal(HELD, is_final=False)
-        if self._displacement:
-            return TierRefusal(self._displacement, is_final=False)
-        if self._rest_ends_ns and self._clock.monotonic_ns() < self._rest_ends_ns:
-            return TierRefusal(self._lack, is_final=False)
-        return None
-
-    def hold(self, *, is_held: bool) -> None:
-        """Take no writes, though the path works, until this is taken back."""
-        self._is_held = is_held
-
-    def check(self) -> None:
-        """Raise TierFailure unless the path takes writes."""
-        if refusal := self.refusal:
-            raise TierFailure(path=self._path, problem=str(refusal))
-
-    def check_fence(self) -> None:
-        """Raise TierFailure once the path is fenced. Writes before a rest may be synced in it."""
-        # A rest is no reason to refuse a sync: earlier writes must become durable.
-        if self._fence:
-            self.check()
-
-    def read_succeeded(self) -> None:
-        """Note that a read was answered."""
-        self._read_failure_count = 0
-
-    def read_failed(self, problem: str) -> None:
-        """Note that a read failed."""
-        # Several threads read at a time, and each failure must count once.
-        with self._lock:
-            self._read_failure_count += 1
-            is_last = self._read_failure_count == READ_FAILURE_LIMIT
-        if is_last:
-            self.fence(f"{READ_FAILURE_LIMIT} reads failed in a row, the last: {problem}")
-
-    def write_failed(self, problem: str, number: int | None) -> None:
-        """Note that a write was refused with that error number, if it has one."""
-        if number not in _LACKING:
-            self.fence(problem)
-            return
-        # Two threads may be refused at once.
-        with self._lock:
-            self._lack, self._rest_ends_ns = problem, self._clock.monotonic_ns() + REST_NS
-        log.warning("path_rests path=%s problem=%s", self._path, problem)
-
-    def lose(self, problem: str) -> None:
-        """Note that the path's bytes cannot be read."""
-        is_first, self._loss = not self._loss, problem
-        if is_first:
-            log.error("path_lost path=%s problem=%s", self._path, problem)
-
-    def found(self) -> None:
-        """Note that a probe of the whole device succeeded."""
-        self.stands()
-        was_lost, self._loss = self._loss, ""
-        if was_lost:
-            log.warning("path_returned path=%s", self._path)
-
-    def stands(self) -> None:
-        """Note that a probe was answered in some places: the path stays as it was."""
-        self._is_doubted, self._read_failure_count = False, 0
-
-    def displace(self, problem: str) -> None:
-        """Take no writes while the file is not where a restart would look for it.
-
-        An empty problem: the file is there again.
-        """
-        # The log gets this once, not with each probe.
-        was, self._displacement = self._displacement, problem
-        if problem and not was:
-            log.error("path_displaced path=%s problem=%s", self._path, problem)
-
-    def fence(self, problem: str) -> None:
-        """Take no more writes until a restart."""
-        with self._lock:
-            # The first reason stays: later ones follow from it.
-            is_first, self._fence = not self._fence, self._fence or problem
-            self._is_doubted = True
-        if is_first:
-            log.error("path_fenced path=%s problem=%s", self._path, problem)
-
+from ctxcache.storage.tiers.path_health import PathHealth
+from ctxcache.storage.tiers.segments_file import IoMode, SsdPath, choose_mode, claim, open_file
 
 # One path and its threads. No kind of operation waits in line behind another:
 #
@@ -186,33 +48,6 @@ PROBE_PATIENCE_S = 0.25
 HANG_AFTER_S = 30.0
 PROBE_COUNT = 8
 """Places in which a doubted device is read. When none of them can be read, the device is lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class SsdPath:
-    """A directory and the bytes the tier may take there, a multiple of 4 KiB.
-
-    `absence`: why the directory is not opened at the start. `is_ours` says whether the directory is the one
-    that records name. `may_be_absent`: a file that cannot be opened is left out without an error.
-    """
-
-    directory: str
-    size_bytes: int
-    absence: str = ""
-    is_ours: Callable[[], bool] = lambda: True
-    may_be_absent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class IoMode:
-    """How a path is accessed: around the page cache or through it, and why."""
-
-    path: str
-    is_direct: bool
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{'direct' if self.is_direct else 'buffered'} ({self.reason})"
 
 
 class SsdFiles:
@@ -503,7 +338,7 @@ class _File:
             self.health.lose(self._place.absence)
             return
         try:
-            self.fd, self.io_mode, self.is_new = _open(
+            self.fd, self.io_mode, self.is_new = open_file(
                 self.path, self._place, allow_direct=self._allow_direct
             )
         except DataDirectoryUnusable as error:
@@ -601,8 +436,8 @@ class _File:
         except OSError:
             return False
         try:
-            _claim(fd, self.path, self._place)
-            mode = _choose_mode(fd, self.path, allow_direct=self._allow_direct)
+            claim(fd, self.path, self._place)
+            mode = choose_mode(fd, self.path, allow_direct=self._allow_direct)
             # The file is taken only if it is whole, and readable everywhere it is looked at.
             is_whole = os.fstat(fd).st_size == self.size_bytes and not any(self._probe_in(fd, PROBE_COUNT))
         except (OSError, DataDirectoryUnusable):
@@ -666,97 +501,3 @@ def _loop(
 def _cut(size_bytes: int) -> list[Range]:
     begins = range(0, size_bytes, PIECE_BYTES)
     return [(begin, min(begin + PIECE_BYTES, size_bytes)) for begin in begins]
-
-
-def _open(path: str, place: SsdPath, *, allow_direct: bool) -> tuple[int, IoMode, bool]:
-    if place.size_bytes <= 0 or place.size_bytes % ALIGN_BYTES:
-        raise InvalidConfiguration(
-            source=path, problem=f"{place.size_bytes} B is not a multiple of {ALIGN_BYTES} B"
-        )
-    try:
-        # The directory is made private before a file is in it.
-        claim_directory(Path(place.directory))
-        # The lock comes before any look at the size: another server may be growing it.
-        fd = open_private(path, os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise DataDirectoryUnusable(path=place.directory, problem=f"{path}: {error.strerror}") from error
-    try:
-        _claim(fd, path, place)
-        is_new = os.fstat(fd).st_size == 0
-        _allocate(fd, path, place)
-        return fd, _choose_mode(fd, path, allow_direct=allow_direct), is_new
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _claim(fd: int, path: str, place: SsdPath) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise DataDirectoryUnusable(path=place.directory, problem=f"another server holds {path}") from error
-    except OSError as error:
-        raise DataDirectoryUnusable(
-            path=place.directory, problem=f"cannot lock {path}: {error.strerror}"
-        ) from error
-
-
-def _allocate(fd: int, path: str, place: SsdPath) -> None:
-    """Grow the file to its size, every block allocated, or leave it as it was."""
-    present_bytes = os.fstat(fd).st_size
-    # Shrinking would cut slots that records name.
-    if present_bytes > place.size_bytes:
-        problem = (
-            f"the file has {present_bytes} B and cannot shrink to {place.size_bytes} B; delete it to start"
-            " empty"
-        )
-        raise InvalidConfiguration(source=path, problem=problem)
-    if present_bytes == place.size_bytes:
-        return
-    # The room is checked before: an attempt that fills a filesystem harms others.
-    _check_room(fd, path, place.size_bytes - present_bytes)
-    try:
-        os.posix_fallocate(fd, present_bytes, place.size_bytes - present_bytes)
-        # Size and name are synced: without the size a power cut leaves a short file, without the name none.
-        os.fsync(fd)
-        _sync_directory(place.directory)
-    except OSError as error:
-        # The next start takes present bytes for allocated: a partial growth is cut off again.
-        os.ftruncate(fd, present_bytes)
-        _check_room(fd, path, place.size_bytes - present_bytes)
-        problem = f"cannot allocate {place.size_bytes} B for {path}: {error.strerror}"
-        raise DataDirectoryUnusable(path=place.directory, problem=problem) from error
-
-
-def _check_room(fd: int, path: str, needed_bytes: int) -> None:
-    space = os.fstatvfs(fd)
-    free_bytes = space.f_bavail * space.f_frsize
-    if needed_bytes > free_bytes:
-        limit_bytes = space.f_blocks * space.f_frsize
-        raise CapacityExceeded(
-            tier=f"SSD {path}", needed_bytes=needed_bytes, free_bytes=free_bytes, limit_bytes=limit_bytes
-        )
-
-
-def _sync_directory(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _choose_mode(fd: int, path: str, *, allow_direct: bool) -> IoMode:
-    """Switch the descriptor to direct I/O if a probing read says that it works here."""
-    if not allow_direct:
-        return IoMode(path, is_direct=False, reason="direct I/O is switched off")
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        # Some filesystems accept the flag and refuse the first read: only a read tells.
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        with mmap.mmap(-1, ALIGN_BYTES) as page:
-            os.preadv(fd, [page], 0)
-    except OSError as error:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return IoMode(path, is_direct=False, reason=f"the filesystem refuses direct I/O: {error.strerror}")
-    return IoMode(path, is_direct=True, reason="the filesystem takes direct I/O")

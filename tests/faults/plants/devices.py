@@ -14,7 +14,8 @@ from ctxcache.format.layout import Slot
 from ctxcache.storage.metadata.base import SessionRecord
 from ctxcache.storage.metadata.catalog import Catalog, Entry
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
-from ctxcache.storage.tiers.ssd import PathHealth, SsdFiles
+from ctxcache.storage.tiers.path_health import PathHealth
+from ctxcache.storage.tiers.ssd import SsdFiles
 from tests.faults.planted import plant
 
 
