@@ -18,9 +18,8 @@ REST_NS = 2 * 10**9
 """How long a path that lacked room takes no writes."""
 HELD = "an operator took it out of use"
 READ_FAILURE_LIMIT = 3
-"""Reads failing one after the other, none that succeeds between, until the path takes no more writes."""
-# A lack of these passes: somebody deletes files, or memory comes back. Any other error is taken for a broken
-# device.
+"""Reads that fail in a row until the path takes no more writes."""
+# These errors pass: somebody deletes files, or memory comes back. Any other error means a broken device.
 _LACKING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN))
 
 
@@ -61,7 +60,7 @@ class PathHealth:
     def refusal(self) -> TierRefusal | None:
         """Why the path takes no writes now; None while it does."""
         if self._loss:
-            # A loss is told first: callers have to know it, whatever else is wrong.
+            # A loss goes before other reasons: callers have to know it.
             return TierRefusal(self._loss, is_final=bool(self._fence), is_lost=True)
         if self._fence:
             return TierRefusal(self._fence, is_final=True)
@@ -74,7 +73,7 @@ class PathHealth:
         return None
 
     def hold(self, *, is_held: bool) -> None:
-        """Take no writes, though the path works, until this is taken back."""
+        """Take no writes while `is_held`, though the path works."""
         self._is_held = is_held
 
     def check(self) -> None:
@@ -83,8 +82,8 @@ class PathHealth:
             raise TierFailure(path=self._path, problem=str(refusal))
 
     def check_fence(self) -> None:
-        """Raise TierFailure once the path is fenced. Writes before a rest may be synced in it."""
-        # A rest is no reason to refuse a sync: earlier writes must become durable.
+        """Raise TierFailure once the path is fenced."""
+        # A path that rests is synced: earlier writes must become durable.
         if self._fence:
             self.check()
 
@@ -102,7 +101,7 @@ class PathHealth:
             self.fence(f"{READ_FAILURE_LIMIT} reads failed in a row, the last: {problem}")
 
     def write_failed(self, problem: str, number: int | None) -> None:
-        """Note that a write was refused with that error number, if it has one."""
+        """Note that a write failed, with that error number if there is one."""
         if number not in _LACKING:
             self.fence(problem)
             return
@@ -125,7 +124,7 @@ class PathHealth:
             log.warning("path_returned path=%s", self._path)
 
     def stands(self) -> None:
-        """Note that a probe was answered in some places: the path stays as it was."""
+        """Note that a probe could read some places: the path is doubted no more."""
         self._is_doubted, self._read_failure_count = False, 0
 
     def displace(self, problem: str) -> None:

@@ -42,12 +42,12 @@ PIECE_BYTES = 1 << 20
 SECOND_NS = 10**9
 THREADS_PER_PATH = 4
 PROBE_INTERVAL_NS = 5 * SECOND_NS
-"""How often a path that nobody doubts is looked at."""
+"""How often a path that is not doubted is probed."""
 PROBE_PATIENCE_S = 0.25
-"""How long one look at the devices waits for a probe. A later look takes a slower one's result."""
+"""How long `probe` waits for a device. A slower probe reports to the path's health when it ends."""
 HANG_AFTER_S = 30.0
 PROBE_COUNT = 8
-"""Places in which a doubted device is read. When none of them can be read, the device is lost."""
+"""Places in which a doubted device is read. If none can be read, the device is lost."""
 
 
 class SsdFiles:
@@ -119,7 +119,7 @@ class SsdFiles:
     async def probe(self) -> None:
         """See DeviceTier.
 
-        Those that are doubted now, all of them every few seconds; each in a thread of its own.
+        Probes the doubted paths, and all paths every few seconds; each in a thread of its own.
         """
         now_ns = self._clock.monotonic_ns()
         is_due = now_ns >= self._next_probe_ns
@@ -131,7 +131,6 @@ class SsdFiles:
 
     async def _probe(self, index: int) -> None:
         probe = self.files[index].start_probe()
-        # A probe that is late is not waited for. Its thread reports when it is back.
         if probe is not None:
             await asyncio.wait([asyncio.wrap_future(probe)], timeout=PROBE_PATIENCE_S)
 
@@ -209,10 +208,8 @@ class _File:
         self.is_new = False
         self._place, self._allow_direct = place, allow_direct
         self.fd, self.io_mode = -1, IoMode(self.path, is_direct=False, reason="it is not there")
-        # Old descriptors stay open: a thread may still be in a call on one, whose number another file would
-        # get.
         self._old_fds: list[int] = []
-        """Descriptors of files that are gone. Reads may still be under way on them."""
+        """Descriptors of files that are gone. They stay open: reads on them may still be under way."""
         self._open_first()
         # Reads and writes have a bound each: reads would wait behind a burst of writes, such as the flush of
         # a long session.
@@ -223,7 +220,7 @@ class _File:
         self._syncer = Threads(1, "ssd-sync", clock)
         self._prober = Threads(1, "ssd-probe", clock)
         self._hang = ""
-        """Why nothing is asked of the device: it owes operations. Empty when it returns them."""
+        """Why the device gets no operations: it owes some. Empty while it returns them."""
         self._next_sync: Future[None] | None = None
         self._last_probe: Future[None] | None = None
         self._bounce = threading.local()
@@ -302,7 +299,7 @@ class _File:
             raise TierFailure(path=self.path, problem=self._hang)
 
     def give_up_overdue(self, limit_s: float) -> None:
-        """Lose the device when an operation is older than that, and answer all callers that wait for it."""
+        """Where an operation is older than `limit_s`, lose the device and answer all its callers."""
         begun = [threads.oldest_ns for threads in self._threads]
         oldest_ns = min((ns for ns in begun if ns is not None), default=None)
         # The oldest operation of any kind counts: one that does not return tells of the device.
@@ -317,7 +314,7 @@ class _File:
             threads.give_up(lambda: TierFailure(path=self.path, problem=self._hang))
 
     def close(self, limit_s: float) -> None:
-        """Wait for the threads, each at most so long, then give up the descriptor and with it the lock.
+        """Wait for the threads, each at most `limit_s`, then close the descriptor and with it the lock.
 
         A device that owes operations keeps its descriptor until the process ends: its number would be another
         file's.
@@ -381,7 +378,7 @@ class _File:
             self._found()
 
     def _found(self) -> None:
-        # Callers may have been answered without the device since the probe began.
+        # The device may have been given up since the probe began.
         if not self._owes():
             self._hang = ""
             self.health.found()
@@ -394,7 +391,7 @@ class _File:
         return any(threads.is_owed for threads in (self._readers, self._writers, self._syncer))
 
     def _probe_in(self, fd: int, count: int) -> list[str]:
-        """Read a page in each of so many places. Returns each one's problem, empty when there is none."""
+        """Read a page in `count` places. Returns a problem for each, empty where the read succeeded."""
         page_count = self.size_bytes // ALIGN_BYTES
         problems = []
         with mmap.mmap(-1, ALIGN_BYTES) as page:
@@ -467,11 +464,11 @@ class _File:
             raise TierFailure(path=self.path, problem=problem) from error
 
     def _is_placed(self, buffer: memoryview) -> bool:
-        # Through the page cache any address is right.
+        # Reads and writes through the page cache take any address.
         return not self.io_mode.is_direct or np.frombuffer(buffer, np.uint8).ctypes.data % ALIGN_BYTES == 0
 
     def _aligned(self, size_bytes: int) -> memoryview:
-        """Lend this thread's own aligned memory: one per thread of the path, of the largest piece's size."""
+        """Aligned memory of this thread, as large as its largest piece so far."""
         if len(getattr(self._bounce, "memory", b"")) < size_bytes:
             self._bounce.memory = mmap.mmap(-1, max(size_bytes, PIECE_BYTES))
         return memoryview(self._bounce.memory)[:size_bytes]
@@ -480,12 +477,12 @@ class _File:
 def _loop(
     fd: int, call: Callable[[int, Sequence[memoryview], int], int], offset: int, buffer: memoryview
 ) -> None:
-    """Repeat `call` until the buffer is done: the kernel may do less than it was asked to.
+    """Repeat `call` until the whole buffer is read or written.
 
     Raises OSError whose `strerror` also says where.
     """
     done = 0
-    # A short transfer is no error of POSIX, and happens at signals and at a full device.
+    # POSIX allows short transfers. They happen at signals and at a full device.
     while done < buffer.nbytes:
         where = f"{buffer.nbytes - done} B at byte {offset + done}"
         try:
