@@ -36,7 +36,7 @@ IMPORTED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
     "gpu_worker.engines.vllm.connector",
-    "gpu_worker.engines.vllm.tier",
+    "gpu_worker.engines.vllm.offloading",
 )
 """By the process that forks."""
 END_S = 60.0

@@ -41,7 +41,7 @@ import ctxcache
 from gpu_worker.engines.names import session_id
 from gpu_worker.engines.vllm import connector as connectors
 from gpu_worker.engines.vllm import said
-from gpu_worker.engines.vllm import tier as tiers
+from gpu_worker.engines.vllm.offloading import CtxcacheOffloadingConnector
 from gpu_worker.engines.vllm.plan import BlockLayout
 from lab.engines.families import SHAPE
 from tests.faults.harness import Harness, Report, progress
@@ -56,7 +56,7 @@ LINK_S = 60.0
 LOOKED_UP = 50
 """Of so many requests one has a prompt, is looked up, and has its session made."""
 SHOWN = 300
-MODULES = [f"gpu_worker.engines.vllm.{name}" for name in ("scheduler", "tier", "said")]
+MODULES = [f"gpu_worker.engines.vllm.{name}" for name in ("scheduler", "offloading", "said")]
 """Those that a bug is planted in."""
 DOOR_OPEN, PARAMETERS_UNCHECKED = "door_open", "parameters_unchecked"
 WORDS = (
@@ -251,7 +251,7 @@ class Engine:
         }
         for kind, extra in (
             (connectors.CtxcacheConnector, {}),
-            (tiers.CtxcacheOffloadingConnector, offloading),
+            (CtxcacheOffloadingConnector, offloading),
         ):
             config = EngineArgs(
                 model=str(model),
@@ -341,8 +341,11 @@ class Lines(logging.Handler):
 
 @contextmanager
 def _planted(control: str | None) -> Iterator[None]:
-    scheduler, tier, door = map(importlib.import_module, MODULES)
-    before = [(scheduler, "read", scheduler.read), (tier, "check_parameters", tier.check_parameters)]
+    scheduler, offloading, door = map(importlib.import_module, MODULES)
+    before = [
+        (scheduler, "read", scheduler.read),
+        (offloading, "check_parameters", offloading.check_parameters),
+    ]
     if control == DOOR_OPEN:
 
         def unguarded(request: Request, teller: Any) -> said.Said:
@@ -352,7 +355,7 @@ def _planted(control: str | None) -> Iterator[None]:
 
         vars(scheduler)["read"] = unguarded
     elif control == PARAMETERS_UNCHECKED:
-        vars(tier)["check_parameters"] = lambda _request: None
+        vars(offloading)["check_parameters"] = lambda _request: None
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 CONNECTORS = {
     "CtxcacheConnector": "gpu_worker.engines.vllm.connector",
-    "CtxcacheOffloadingConnector": "gpu_worker.engines.vllm.tier",
+    "CtxcacheOffloadingConnector": "gpu_worker.engines.vllm.offloading",
 }
 """The module of each class."""
 

@@ -1,17 +1,8 @@
-"""vLLM's own offloading, with the store behind its host memory: chunks of all ranks, as they lie there.
+"""The store as vLLM's tier behind host memory: chunks of all ranks, as they lie there.
 
-    GPU ◄──vLLM──► host memory ◄──CtxcacheTier──► store
-    store ──SubscribeBlocks──► thread ──► OffloadingEvent ──► vLLM: BlockStored, BlockRemoved ──► ZMQ
-
-vLLM's connector moves blocks between GPU and host memory, for any model and any parallelism that it knows.
 A chunk that left host memory is found again in the store: by this engine, after a restart, and by any other
 engine of the same model, settings and layout. The store is asked by threads; where it does not answer, or
 does not have a chunk, prompts are computed.
-
-`StoreEvents` tells vLLM's publisher of chunks that this engine has saved or found, for it knows the tokens of
-no others: stored when the store has the chunk, removed when it was evicted, deleted or has expired there.
-Where the link breaks, the next subscription says what is still there. vLLM publishes with its steps: an
-engine without a request is woken for one. Memory: some 200 bytes for each such chunk.
 """
 
 import hashlib
@@ -23,24 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingConnectorMetadata,
-    OffloadingWorkerMetadata,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -61,178 +39,19 @@ from ctxcache.client.types import LookupState
 from ctxcache.errors import CacheError
 from gpu_worker.engines.link import LOOKUP_PART, Bringing, LinkState, Refused, StoreLink, StoreSettings
 from gpu_worker.engines.spaces import model_of
-from gpu_worker.engines.vllm.engine_blocks import layout_of
-from gpu_worker.engines.vllm.pass_rows import model_with
-from gpu_worker.engines.vllm.plan import BlockLayout, hear_layouts
-from gpu_worker.engines.vllm.roles import Role, check_outer, role_of, transfer_of
-from gpu_worker.engines.vllm.said import check_parameters
+from gpu_worker.engines.vllm.plan import BlockLayout
+from gpu_worker.engines.vllm.roles import Role
 from gpu_worker.engines.vllm.settings import (
     POPULATE_S,
     WHERE,
-    directory_of,
-    engine_facts,
     weights_digest,
 )
-from gpu_worker.engines.vllm.weights import WeightsName, first_version
-from gpu_worker.model.weights import Sample, WeightsWatch
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
-import gc
-
-from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.engine.core import EngineCoreProc
-
-from ctxcache.client.blocks import BlockSubscription
-from gpu_worker.engines.link import PAUSE_S
-
-OWNER = "ctxcache"
-"""The tier that events name."""
-
-
-# A chunk is told to vLLM's publisher when both are so: this engine has met it, and the store has it.
-#
-#     met, there, not told    ──► BlockStored
-#     told, not there         ──► BlockRemoved, and forgotten
-#     there, never met        nothing: its tokens are not known here
-#     met, not there          nothing, until the store has it
-class StoreEvents:
-    """Events of the chunks that the engine has met. Thread-safe. Close it."""
-
-    def __init__(self, link: StoreLink[BlockSpace]) -> None:
-        self._link = link
-        self._lock = threading.Lock()
-        """Over all that follows."""
-        self._met: dict[bytes, OffloadKey] = {}
-        """Chunks that were saved or found, by their keys in the store."""
-        self._there: set[bytes] = set()
-        """Keys of the space that the store has, met or not."""
-        self._told: set[bytes] = set()
-        """Keys that were told as stored, and not as removed since."""
-        self._waiting: list[OffloadingEvent] = []
-        self._subscription: BlockSubscription | None = None
-        # vLLM gives a connector neither the engine nor its publisher; later it hides what lives from `gc`.
-        self._engines = [one for one in gc.get_objects() if issubclass(type(one), EngineCoreProc)]
-        """The engine of this process, where it waits for requests of others."""
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="ctxcache-kv-events", daemon=True)
-        self._thread.start()
-
-    def met(self, keys: Iterable[tuple[bytes, OffloadKey]]) -> None:
-        """These chunks are saved, or were found: they are told from now on."""
-        with self._lock:
-            new = dict(keys)
-            self._met.update(new)
-            self._settle(new)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there are events to take."""
-        return bool(self._waiting)
-
-    def take(self) -> list[OffloadingEvent]:
-        """Events since the last call."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-            return waiting
-
-    def begin_anew(self) -> None:
-        """Chunks are looked for elsewhere from now on: hear of those that are there."""
-        with self._lock:
-            if self._subscription is not None:
-                self._subscription.close()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closed.set()
-        with self._lock:
-            if self._subscription is not None:
-                self._subscription.close()
-        self._thread.join()
-
-    def _follow(self) -> None:
-        while not self._closed.is_set():
-            used = self._link.use()
-            if used is None:
-                if self._link.state is LinkState.REFUSED:
-                    return
-                self._closed.wait(PAUSE_S)
-                continue
-            client, space = used
-            try:
-                with client.blocks.subscribe(space) as subscription:
-                    self._hear(subscription)
-            except CacheError as error:
-                self._link.failed(error)
-                self._closed.wait(PAUSE_S)
-
-    def _hear(self, subscription: BlockSubscription) -> None:
-        with self._lock:
-            self._subscription = None if self._closed.is_set() else subscription
-            if self._subscription is None:
-                return
-        # A new subscription tells all that is there, then `is_current`:
-        # what it has not told by then was lost meanwhile.
-        confirmed: set[bytes] | None = set()
-        try:
-            for news in subscription:
-                with self._lock:
-                    keys = {change.key for change in news.changes}
-                    there = {change.key for change in news.changes if change.state is LookupState.HIT}
-                    self._there.difference_update(keys)
-                    self._there |= there
-                    if confirmed is not None:
-                        confirmed.difference_update(keys)
-                        confirmed |= there
-                    if confirmed is not None and news.is_current:
-                        # Chunks that only the subscription before this one told of are gone.
-                        keys |= self._there - confirmed
-                        self._there, confirmed = confirmed, None
-                    self._settle(keys)
-        finally:
-            with self._lock:
-                self._subscription = None
-
-    def _settle(self, keys: Iterable[bytes]) -> None:
-        """Tell what changed of these."""
-        stored = [key for key in keys if key in self._there and key in self._met and key not in self._told]
-        removed = [key for key in keys if key in self._told and key not in self._there]
-        for some, is_removed in ((stored, False), (removed, True)):
-            if some:
-                event = OffloadingEvent(
-                    keys=[self._met[key] for key in some],
-                    medium=Medium.STORAGE,
-                    removed=is_removed,
-                    ownership=OWNER,
-                    removal_expected=not is_removed,
-                )
-                self._waiting.append(event)
-        if stored or removed:
-            self._wake()
-        self._told.update(stored)
-        self._told.difference_update(removed)
-        for key in removed:
-            del self._met[key]
-
-    def _wake(self) -> None:
-        """Let an idle engine make a step: it finds that its connector has work.
-
-        One that lives in its caller's process makes steps for requests alone, and is nobody's server.
-        """
-        for engine in self._engines:
-            engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-
+from gpu_worker.engines.vllm.tier_events import StoreEvents
 
 log = logging.getLogger(__name__)
 
 MOST_CHUNK_BYTES = 16 << 20
 """As large as a block of the store may be."""
-HOST_BYTES = 4 << 30
-"""Host memory that vLLM is given where its configuration does not say."""
 READERS = 2
 WRITERS = 2
 SLOWEST_BYTES_PER_S = 20e6
@@ -241,204 +60,6 @@ MOST_STORES = 64
 """Jobs of saving that may wait; more are dropped, which is a miss later."""
 PATIENCE_S = 0.01
 """How long a step that computes nothing may wait for a job or a look-up."""
-OFFLOADING = ("OffloadingConnector", "CtxcacheOffloadingConnector")
-"""Connectors whose host memory is one file, by the engine's id: each would write over the other's chunks."""
-
-
-class CtxcacheOffloadingConnector(OffloadingConnector):
-    """vLLM's OffloadingConnector with the store as its tier behind host memory."""
-
-    def __init__(
-        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
-    ) -> None:
-        transfer = transfer_of(vllm_config)
-        if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-            problem = "scales that vLLM computes at its start are not saved"
-            raise Refused(f"{problem}: leave --calculate-kv-scales out")
-        if vllm_config.lora_config is not None:
-            problem = "vLLM tells chunks of LoRA adapters apart by the adapters' names alone"
-            raise Refused(f"{problem}: another adapter of the same name would be served their bytes")
-        if role is KVConnectorRole.WORKER:
-            check_outer(vllm_config, OFFLOADING, by=lambda _extra: "their host memory")
-        extra = transfer.kv_connector_extra_config
-        # vLLM's own settings stand beside these.
-        # Checked here, where the field's name can be told; the
-        # tier reads them again in the scheduler's process.
-        given = {name: extra[name] for name in StoreSettings.names() if name in extra}
-        StoreSettings.of(given, WHERE)
-        # A configuration that is used twice has the tier in it already.
-        others = [
-            tier for tier in extra.get("secondary_tiers", []) if tier.get("type") != CtxcacheTier.__name__
-        ]
-        transfer.kv_connector_extra_config = {
-            "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": HOST_BYTES,
-            # Where vLLM publishes KV events at all, they say which tokens a chunk is of.
-            "self_describing_kv_events": True,
-            **extra,
-            "secondary_tiers": [
-                *others,
-                {
-                    "type": CtxcacheTier.__name__,
-                    "module_path": __name__,
-                    # vLLM gives a tier neither the model nor its
-                    # settings: they go with its own configuration.
-                    "engine": engine_facts(vllm_config),
-                    "directory": str(directory_of(vllm_config)),
-                    "role": role_of(vllm_config),
-                    **given,
-                },
-            ],
-        }
-        # Tokens that cannot be loaded are computed: a store's failure must never be a request's.
-        transfer.kv_load_failure_policy = "recompute"
-        self._role_of_engine = role_of(vllm_config)
-        self._modules: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
-        self._own_layout: Future[BlockLayout] = Future()
-        given_version = str(given.get("weights_version", ""))
-        super().__init__(vllm_config, role, kv_cache_config)
-        self._weights: WeightsName | None = None
-        """On the scheduler's side."""
-        if role is KVConnectorRole.SCHEDULER:
-            self._weights = WeightsName(vllm_config, given_version, self._renewed)
-            if self._weights.version is None:
-                self._renewed()
-        self._version = first_version(vllm_config, given_version)
-        """Of the weights, as the last step had it, on a worker's side."""
-        self._watch: WeightsWatch | None = None
-        self._sample: Sample | None = None
-        """On a worker's side, behind the pass of the last step."""
-
-    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """See OffloadingConnector; besides, describe the caches to the scheduler."""
-        super().register_kv_caches(kv_caches)
-        self._watch = WeightsWatch(model_with(self._modules[next(iter(kv_caches))]))
-        self._own_layout.set_result(layout_of(kv_caches, self._kv_cache_config, self._modules))
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """The worker's message to the scheduler about its blocks."""
-        return self._own_layout.result()
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        """The scheduler's side of that message, for each rank of pipeline and tensor parallelism."""
-        for tier in self._tiers():
-            hear_layouts(tier.layouts, metadata)
-
-    def on_new_request(self, request: "Request") -> None:
-        """See OffloadingConnector, which reads what callers say."""
-        check_parameters(request)
-        self._scheduler_weights().look()
-        super().on_new_request(request)
-
-    def get_num_new_matched_tokens(
-        self, request: "Request", num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """See OffloadingConnector. A producer loads nothing, from host memory neither."""
-        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if count and not self._role_of_engine.loads:
-            return 0, False
-        return count, is_async
-
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """See OffloadingConnector. A step that computes nothing gives its time to the tier's threads."""
-        weights = self._scheduler_weights()
-        weights.look()
-        meta = super().build_connector_meta(scheduler_output)
-        if scheduler_output.total_num_scheduled_tokens:
-            weights.computed()
-        else:
-            for tier in self._tiers():
-                tier.give_way()
-        assert isinstance(meta, OffloadingConnectorMetadata)  # noqa: S101  by which the connector itself goes
-        return NamedPlan(**_fields(meta), weights=weights.version)
-
-    # -- weights that are changed in place ------------------------------------------------------------------
-
-    def reset_cache(self) -> bool:
-        """Empty host memory, and let what comes be of other weights; whether nothing of old ones is left."""
-        super().reset_cache()
-        manager = self._kv_cache_manager
-        # Once more: vLLM resets connectors also where its own cache was in use, and stays as it is.
-        is_empty = manager is not None and manager.reset_prefix_cache()
-        self._scheduler_weights().reset(is_empty=is_empty)
-        return is_empty
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins, on a worker's side."""
-        super().bind_connector_metadata(connector_metadata)
-        if isinstance(connector_metadata, NamedPlan) and connector_metadata.weights != self._version:
-            self._version, self._sample = connector_metadata.weights, None
-            if self._watch is not None:
-                self._watch.mark()
-
-    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """See OffloadingConnector; besides, say so where the weights are not those any more."""
-        meta = super().build_connector_worker_meta()
-        if self._watch is None or self._version is None:
-            return meta
-        before, self._sample = self._sample, self._watch.sample()
-        # What is in host memory by now was computed before this sample. Where nothing has come there, the
-        # device need not be waited for: the step before this one is looked at.
-        sample = self._sample if meta is not None or self._sample.is_known else before
-        changed = None if sample is None or sample.is_equal() else self._version
-        if meta is None and changed is None:
-            return None
-        # Also where nothing changed: of two ranks' reports the first one puts them together.
-        return NamedReport(**_fields(meta or OffloadingWorkerMetadata()), changed=changed)
-
-    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """See OffloadingConnector."""
-        report = connector_output.kv_connector_worker_meta
-        # First: chunks that have come to host memory go to the store with what follows.
-        if isinstance(report, NamedReport) and report.changed is not None:
-            self._scheduler_weights().changed(report.changed)
-        super().update_connector_output(connector_output)
-
-    def _renewed(self) -> None:
-        version = self._scheduler_weights().version
-        for tier in self._tiers():
-            tier.renew(version)
-
-    def _scheduler_weights(self) -> WeightsName:
-        if self._weights is None:
-            raise TypeError("asked of a worker's connector")
-        return self._weights
-
-    def wait_until_linked(self, timeout_s: float) -> bool:
-        """Wait until the store can be used, or never will be, or the time is over; whether it can be."""
-        return all(tier.link.wait(timeout_s) is LinkState.READY for tier in self._tiers())
-
-    def _tiers(self) -> "list[CtxcacheTier]":
-        """The store's tier, on the scheduler's side."""
-        manager = self.connector_scheduler.manager if self.connector_scheduler is not None else None
-        return [tier for tier in getattr(manager, "secondary_tiers", []) if isinstance(tier, CtxcacheTier)]
-
-
-@dataclass
-class NamedPlan(OffloadingConnectorMetadata):
-    """A step's transfers, and the version of the weights. See `WeightsName`."""
-
-    weights: str | None = ""
-
-
-@dataclass
-class NamedReport(OffloadingWorkerMetadata):
-    """A step's transfers that ended, and the version of weights that are not loaded any more."""
-
-    changed: str | None = None
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "NamedReport":
-        """Both reports in one."""
-        both = super().aggregate(other)
-        changed = other.changed if isinstance(other, NamedReport) else None
-        return NamedReport(**_fields(both), changed=changed if self.changed is None else self.changed)
-
-
-def _fields(one: "OffloadingConnectorMetadata | OffloadingWorkerMetadata") -> dict[str, Any]:
-    """A message's own fields, for one that says more."""
-    return {field.name: getattr(one, field.name) for field in fields(one)}
 
 
 # A chunk between vLLM's host memory and the store:
