@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 HOST_BYTES = 4 << 30
-"""Host memory that vLLM is given where its configuration does not say."""
+"""Host memory that vLLM gets where its configuration names no size."""
 OFFLOADING = ("OffloadingConnector", "CtxcacheOffloadingConnector")
 """Connectors whose host memory is one file, by the engine's id: each would write over the other's chunks."""
 
@@ -66,8 +66,7 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         if role is KVConnectorRole.WORKER:
             check_outer(vllm_config, OFFLOADING, by=lambda _extra: "their host memory")
         extra = transfer.kv_connector_extra_config
-        # vLLM's own settings stand beside these.
-        # Checked here, where the field's name can be told; the
+        # vLLM's own settings stand beside ours. Ours are checked here, where an error can name the field; the
         # tier reads them again in the scheduler's process.
         given = {name: extra[name] for name in StoreSettings.names() if name in extra}
         StoreSettings.of(given, WHERE)
@@ -78,7 +77,7 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         transfer.kv_connector_extra_config = {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": HOST_BYTES,
-            # Where vLLM publishes KV events at all, they say which tokens a chunk is of.
+            # Has an effect only where vLLM publishes KV events: these name a chunk's tokens.
             "self_describing_kv_events": True,
             **extra,
             "secondary_tiers": [
@@ -86,8 +85,7 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
                 {
                     "type": CtxcacheTier.__name__,
                     "module_path": CtxcacheTier.__module__,
-                    # vLLM gives a tier neither the model nor its
-                    # settings: they go with its own configuration.
+                    # vLLM gives a tier neither the model nor its settings: they are in its configuration.
                     "engine": engine_facts(vllm_config),
                     "directory": str(directory_of(vllm_config)),
                     "role": role_of(vllm_config),
@@ -103,16 +101,16 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         given_version = str(given.get("weights_version", ""))
         super().__init__(vllm_config, role, kv_cache_config)
         self._weights: WeightsName | None = None
-        """On the scheduler's side."""
+        """On the scheduler's side; None in a worker."""
         if role is KVConnectorRole.SCHEDULER:
             self._weights = WeightsName(vllm_config, given_version, self._renewed)
             if self._weights.version is None:
                 self._renewed()
         self._version = first_version(vllm_config, given_version)
-        """Of the weights, as the last step had it, on a worker's side."""
+        """The weights' version in the last step, on a worker's side."""
         self._watch: WeightsWatch | None = None
         self._sample: Sample | None = None
-        """On a worker's side, behind the pass of the last step."""
+        """The weights behind the pass of the last step, on a worker's side."""
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """See OffloadingConnector; besides, describe the caches to the scheduler."""
@@ -127,12 +125,12 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """The scheduler's side of that message, for each rank of pipeline and tensor parallelism."""
+        """Take the workers' messages, one for each rank of pipeline and tensor parallelism."""
         for tier in self._tiers():
             hear_layouts(tier.layouts, metadata)
 
     def on_new_request(self, request: "Request") -> None:
-        """See OffloadingConnector, which reads what callers say."""
+        """See OffloadingConnector, which reads the callers' parameters."""
         check_parameters(request)
         self._scheduler_weights().look()
         super().on_new_request(request)
@@ -162,10 +160,10 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
     # -- weights that are changed in place ------------------------------------------------------------------
 
     def reset_cache(self) -> bool:
-        """Empty host memory, and let what comes be of other weights; whether nothing of old ones is left."""
+        """Empty host memory; later chunks are of other weights. Returns whether vLLM's cache is empty too."""
         super().reset_cache()
         manager = self._kv_cache_manager
-        # Once more: vLLM resets connectors also where its own cache was in use, and stays as it is.
+        # vLLM resets connectors also where its own cache is in use and was not reset.
         is_empty = manager is not None and manager.reset_prefix_cache()
         self._scheduler_weights().reset(is_empty=is_empty)
         return is_empty
@@ -184,19 +182,19 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         if self._watch is None or self._version is None:
             return meta
         before, self._sample = self._sample, self._watch.sample()
-        # What is in host memory by now was computed before this sample. Where nothing has come there, the
-        # device need not be waited for: the step before this one is looked at.
+        # The rows in host memory were computed before this sample. Where no rows have come, the sample of the
+        # step before serves, for which the device need not be waited for.
         sample = self._sample if meta is not None or self._sample.is_known else before
         changed = None if sample is None or sample.is_equal() else self._version
         if meta is None and changed is None:
             return None
-        # Also where nothing changed: of two ranks' reports the first one puts them together.
+        # A NamedReport also where the weights are the same: the first rank's report aggregates the others.
         return NamedReport(**_fields(meta or OffloadingWorkerMetadata()), changed=changed)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """See OffloadingConnector."""
         report = connector_output.kv_connector_worker_meta
-        # First: chunks that have come to host memory go to the store with what follows.
+        # Before `super`, which has the store take the chunks that have come to host memory.
         if isinstance(report, NamedReport) and report.changed is not None:
             self._scheduler_weights().changed(report.changed)
         super().update_connector_output(connector_output)
@@ -208,11 +206,11 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
 
     def _scheduler_weights(self) -> WeightsName:
         if self._weights is None:
-            raise TypeError("asked of a worker's connector")
+            raise TypeError("a worker's connector has no name of the weights")
         return self._weights
 
     def wait_until_linked(self, timeout_s: float) -> bool:
-        """Wait until the store can be used, or never will be, or the time is over; whether it can be."""
+        """Wait until the store can be used, or is known not to be. Returns whether it can be used."""
         return all(tier.link.wait(timeout_s) is LinkState.READY for tier in self._tiers())
 
     def _tiers(self) -> "list[CtxcacheTier]":
@@ -223,14 +221,14 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
 
 @dataclass
 class NamedPlan(OffloadingConnectorMetadata):
-    """A step's transfers, and the version of the weights. See `WeightsName`."""
+    """A step's transfers. `weights`: the version of the weights, see `WeightsName`."""
 
     weights: str | None = ""
 
 
 @dataclass
 class NamedReport(OffloadingWorkerMetadata):
-    """A step's transfers that ended, and the version of weights that are not loaded any more."""
+    """A step's transfers that ended. `changed`: a version of weights that are not loaded any more."""
 
     changed: str | None = None
 
@@ -241,6 +239,6 @@ class NamedReport(OffloadingWorkerMetadata):
         return NamedReport(**_fields(both), changed=changed if self.changed is None else self.changed)
 
 
-def _fields(one: "OffloadingConnectorMetadata | OffloadingWorkerMetadata") -> dict[str, Any]:
-    """A message's own fields, for one that says more."""
-    return {field.name: getattr(one, field.name) for field in fields(one)}
+def _fields(message: "OffloadingConnectorMetadata | OffloadingWorkerMetadata") -> dict[str, Any]:
+    """A message's fields by name, to make a message of a wider class."""
+    return {field.name: getattr(message, field.name) for field in fields(message)}

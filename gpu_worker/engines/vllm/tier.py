@@ -51,13 +51,13 @@ from gpu_worker.engines.vllm.tier_events import StoreEvents
 log = logging.getLogger(__name__)
 
 MOST_CHUNK_BYTES = 16 << 20
-"""As large as a block of the store may be."""
+"""The store's bound of a block."""
 READERS = 2
 WRITERS = 2
 SLOWEST_BYTES_PER_S = 20e6
-"""A load that is slower, from when it is asked for on, is given up: prompts are computed faster."""
+"""A load that is slower, measured from its request, is given up: computing the prompt is faster."""
 MOST_STORES = 64
-"""Jobs of saving that may wait; more are dropped, which is a miss later."""
+"""The most save jobs that wait. A further one fails, which is a miss later."""
 PATIENCE_S = 0.01
 """How long a step that computes nothing may wait for a job or a look-up."""
 
@@ -69,8 +69,8 @@ PATIENCE_S = 0.01
 #     load threads (2)     load: store ──► host memory              verified in the copy
 #     vLLM's thread        look-ups of a step, in one message
 #
-# vLLM keeps a chunk's place in host memory until the job that names it has ended. A load ends for it when the
-# store stops answering: its thread may still wait, and writes to no place any more.
+# vLLM keeps a chunk's place in host memory until the job that names it has ended. When the store stops
+# answering, a load is given up: vLLM is told its end, and its thread writes to no place any more.
 class CtxcacheTier(SecondaryTierManager):
     """The tier. Its methods run in the scheduler's process, and wait for nothing but `drain_jobs`."""
 
@@ -88,12 +88,15 @@ class CtxcacheTier(SecondaryTierManager):
         role: Sequence[bool] = (True, True),
         **extra: Any,
     ) -> None:
-        """`engine`, `directory`, `role`: what computes the chunks, its model's files, what it is to do."""
+        """`engine`: facts of the engine that computes the chunks. `directory`: its model's files.
+
+        `role`: whether it loads and saves.
+        """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         if not engine:
             problem = "a tier does not see which model and settings its chunks are of"
             raise Refused(f"{problem}: use kv_connector CtxcacheOffloadingConnector, which says so")
-        # At the start, with the remedy: later each save would fail, and the log alone would say so.
+        # Refused at the start with the remedy: later each save would fail, and only the log would tell.
         if self.block_size_bytes > MOST_CHUNK_BYTES:
             problem = f"chunks have {self.block_size_bytes} bytes, at most {MOST_CHUNK_BYTES} are stored"
             raise Refused(f"{problem}: lower kv_connector_extra_config.blocks_per_chunk, or --block-size")
@@ -104,7 +107,7 @@ class CtxcacheTier(SecondaryTierManager):
         """[chunks, bytes], host memory that vLLM shares with its workers."""
         self._role = Role(*role)
         self.layouts: Future[Mapping[tuple[int, int], BlockLayout]] = Future()
-        """How each rank's blocks lie in memory: comes once the engine has its blocks."""
+        """How each rank's blocks lie in memory; known when the engine has its blocks."""
         self._tokens = [
             (group.tokens_per_block, group.layer_names) for group in offloading_spec.config.groups
         ]
@@ -113,7 +116,7 @@ class CtxcacheTier(SecondaryTierManager):
             for group in offloading_spec.config.groups
         ]
         self._patience = iter([POPULATE_S])
-        """How long the link waits for the arena, the first time alone."""
+        """How long the link waits for the arena. Only the first link waits."""
         self._version = self._settings.weights_version
         self.link: StoreLink[BlockSpace] = StoreLink(self._settings.connect, self._space, _ask)
         is_told = offloading_spec.kv_events_config.enable_kv_cache_events
@@ -124,18 +127,19 @@ class CtxcacheTier(SecondaryTierManager):
         self._readers = ThreadPoolExecutor(READERS, "ctxcache-tier-load")
         self._writers = ThreadPoolExecutor(WRITERS, "ctxcache-tier-store")
         self._running: dict[Future[JobResult], TransferJob] = {}
-        """Jobs of which vLLM was told no end."""
+        """Jobs whose end vLLM has not been told."""
         self._bringing: dict[Future[JobResult], Bringing] = {}
-        """Those of them that write to host memory."""
+        """The running jobs that write to host memory."""
         self._asked_s: dict[str, float] = {}
+        """When each request first waited for a look-up."""
         self._waited_s: dict[str, float] = {}
-        """By request: when it first waited for a look-up, and how long it was held up by them."""
+        """How long look-ups have held up each request."""
         self._ended: queue.SimpleQueue[Future[JobResult]] = queue.SimpleQueue()
 
     # -- look-ups -----------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Chunks are kept as they come."""
+        """See SecondaryTierManager. No request needs preparation."""
         del req_context
         return RequestOffloadingContext()
 
@@ -154,7 +158,7 @@ class CtxcacheTier(SecondaryTierManager):
         self._lookups.flush()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget what was looked up for it."""
+        """Forget a request's look-ups."""
         self._lookups.cleanup(req_context.req_id)
         self._asked_s.pop(req_context.req_id, None)
         self._waited_s.pop(req_context.req_id, None)
@@ -171,7 +175,7 @@ class CtxcacheTier(SecondaryTierManager):
             self.link.failed(error)
             return [False] * len(keys)
         are_there = [
-            one.state is LookupState.HIT and one.size_bytes == self.block_size_bytes for one in blocks
+            block.state is LookupState.HIT and block.size_bytes == self.block_size_bytes for block in blocks
         ]
         if self._events is not None:
             self._events.met((_key(key), key) for key in itertools.compress(keys, are_there))
@@ -182,8 +186,7 @@ class CtxcacheTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Save chunks, in a thread."""
         stores = sum(not job.is_promotion for job in self._running.values())
-        # A job that failed at once: vLLM gives the place in
-        # host memory free, where a waiting one would hold it.
+        # A job that fails at once frees its place in host memory, which a waiting job would hold.
         if stores >= MOST_STORES or self.link.state is not LinkState.READY or not self._role.saves:
             self._begin(job_metadata, Future()).set_result(JobResult(job_metadata.job_id, success=False))
         else:
@@ -197,9 +200,9 @@ class CtxcacheTier(SecondaryTierManager):
         self._begin(job_metadata, future)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Jobs that ended since the last call, or are given up.
+        """Jobs that ended since the last call, and loads that are given up now.
 
-        Chunks that could not be loaded are looked for no more.
+        Later look-ups of chunks that could not be loaded are misses.
         """
         results = []
         while not self._ended.empty():
@@ -209,7 +212,7 @@ class CtxcacheTier(SecondaryTierManager):
                 results.append(self._told(future, future.result()))
         for future, bringing in list(self._bringing.items()):
             if not future.done() and self._is_late(bringing, self._running[future]):
-                # Its thread ends whenever the store lets it; the places in host memory are others' by then.
+                # The job's thread may end later. The places in host memory are other chunks' by then.
                 bringing.give_up()
                 log.info("chunks of job %d come too late", self._running[future].job_id)
                 results.append(self._told(future, JobResult(self._running[future].job_id, success=False)))
@@ -224,7 +227,7 @@ class CtxcacheTier(SecondaryTierManager):
         return self._events is not None and self._events.has_news
 
     def give_way(self) -> None:
-        """Wait a moment for what is under way: a loop of empty steps would keep the interpreter from it."""
+        """Wait a moment for jobs and look-ups. A loop of empty steps would keep the interpreter from them."""
         self._progress.clear()
         loads = (future for future, job in self._running.items() if job.is_promotion)
         is_loading = any(not future.done() for future in loads)
@@ -232,7 +235,7 @@ class CtxcacheTier(SecondaryTierManager):
             self._progress.wait(PATIENCE_S)
 
     def renew(self, version: str | None) -> None:
-        """The weights have this version from now on; None: they have no name, and the store is not used."""
+        """Go on with weights of this version. None: they have no name, and the store is not used."""
         self._version = version or ""
         self.link.renew(is_wanted=version is not None)
         if self._events is not None:
@@ -259,7 +262,7 @@ class CtxcacheTier(SecondaryTierManager):
         job = self._running.pop(future)
         if self._bringing.pop(future, None) is not None and not result.success:
             loaded = set(result.successful_keys or ())
-            # vLLM would ask again for what a look-up found, and wait for the same load.
+            # Without this vLLM would ask for the chunks again, and wait for the same load.
             self._lookups.mark_miss([key for key in job.keys if key not in loaded])
         return result
 
@@ -314,7 +317,7 @@ class CtxcacheTier(SecondaryTierManager):
             loaded = client.blocks.load(
                 space, keys, self._rows(job), writing=bringing.writing, past_dram=True
             )
-            return [key for key, one in zip(job.keys, loaded, strict=True) if one is not None]
+            return [key for key, parts in zip(job.keys, loaded, strict=True) if parts is not None]
 
         return self._carried_out(job, load, bringing)
 
@@ -331,11 +334,11 @@ class CtxcacheTier(SecondaryTierManager):
             try:
                 done = call(*used)
             except CacheError as error:
-                # The link has heard of a load that was given up. The store may be back by now.
+                # The link was told when a load was given up. The store may be back by now.
                 if bringing is None or not bringing.is_given_up:
                     self.link.failed(error)
             except Exception:
-                # The job has to end: vLLM waits for it, and computes what it did not bring.
+                # The job has to end: vLLM waits for it, and computes the chunks that it did not bring.
                 log.exception("chunks of job %d", job.job_id)
         return JobResult(
             job.job_id,
@@ -352,8 +355,8 @@ class CtxcacheTier(SecondaryTierManager):
     # -- the store ----------------------------------------------------------------------------------------
 
     def _space(self, client: Client) -> BlockSpace:
-        """Where the engine's chunks are looked for: what their bytes depend on is in it."""
-        # While the engine starts, and not with the first prompt.
+        """The space of the engine's chunks. It names everything that their bytes depend on."""
+        # Mapped while the engine starts, and not with the first prompt.
         client.map_arena(is_written=True)
         # The layout comes from the workers, once they have their blocks: until then nothing is looked up.
         layouts = [layout.description for _, layout in sorted(self.layouts.result().items())]
@@ -368,7 +371,7 @@ class CtxcacheTier(SecondaryTierManager):
 
 
 class _Lookups(AsyncLookupManager):
-    """vLLM's own thread that asks for the keys of a step, and keeps answers while requests live."""
+    """vLLM's own thread that asks for the keys of a step. It keeps the answers while requests live."""
 
     def __init__(self, tier: CtxcacheTier, tier_type: str, progress: threading.Event) -> None:
         self._tier, self._progress = tier, progress
@@ -377,7 +380,7 @@ class _Lookups(AsyncLookupManager):
 
     @property
     def is_asking(self) -> bool:
-        """Whether keys are asked for, or wait for it."""
+        """Whether a question is under way or queued."""
         return self._is_busy or not self._lookup_queue.empty()
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
@@ -392,7 +395,7 @@ class _Lookups(AsyncLookupManager):
 
 
 def _key(key: OffloadKey) -> bytes:
-    """A key of 32 bytes for vLLM's, which is a block's hash, of whatever length, and its group."""
+    """A key of 32 bytes for vLLM's key: a block's hash, of any length, and its group."""
     return hashlib.sha256(key).digest()
 
 
@@ -402,9 +405,9 @@ def _ask(client: Client, space: BlockSpace) -> None:
 
 
 def chain_of(job: TransferJob, chunk_tokens: Sequence[int]) -> dict[bytes, bytes | None]:
-    """The job's chunks in their order, each with the one right before it, which is kept at least as long.
+    """The keys of a job's chunks in their order, each with that of the chunk right before it.
 
-    `chunk_tokens`: of each group.
+    The store keeps the chunk before at least as long. `chunk_tokens`: tokens of a chunk, by group.
     """
     places = []
     for key in job.keys:

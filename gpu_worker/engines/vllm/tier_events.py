@@ -26,7 +26,7 @@ OWNER = "ctxcache"
 """The tier that events name."""
 
 
-# A chunk is told to vLLM's publisher when both are so: this engine has met it, and the store has it.
+# What vLLM's publisher hears of a chunk, by whether this engine has met it and whether the store has it:
 #
 #     met, there, not told    ──► BlockStored
 #     told, not there         ──► BlockRemoved, and forgotten
@@ -38,7 +38,7 @@ class StoreEvents:
     def __init__(self, link: StoreLink[BlockSpace]) -> None:
         self._link = link
         self._lock = threading.Lock()
-        """Over all that follows."""
+        """Guards all that follows."""
         self._met: dict[bytes, OffloadKey] = {}
         """Chunks that were saved or found, by their keys in the store."""
         self._there: set[bytes] = set()
@@ -47,15 +47,15 @@ class StoreEvents:
         """Keys that were told as stored, and not as removed since."""
         self._waiting: list[OffloadingEvent] = []
         self._subscription: BlockSubscription | None = None
-        # vLLM gives a connector neither the engine nor its publisher; later it hides what lives from `gc`.
-        self._engines = [one for one in gc.get_objects() if issubclass(type(one), EngineCoreProc)]
-        """The engine of this process, where it waits for requests of others."""
+        # vLLM gives a connector neither the engine nor its publisher. Later it hides live objects from `gc`.
+        self._engines = [item for item in gc.get_objects() if issubclass(type(item), EngineCoreProc)]
+        """The engine of this process, if it waits for requests of other processes."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="ctxcache-kv-events", daemon=True)
         self._thread.start()
 
     def met(self, keys: Iterable[tuple[bytes, OffloadKey]]) -> None:
-        """These chunks are saved, or were found: they are told from now on."""
+        """Note chunks that were saved or found. They are told from now on."""
         with self._lock:
             new = dict(keys)
             self._met.update(new)
@@ -73,7 +73,7 @@ class StoreEvents:
             return waiting
 
     def begin_anew(self) -> None:
-        """Chunks are looked for elsewhere from now on: hear of those that are there."""
+        """Subscribe anew, since the space of the chunks has changed."""
         with self._lock:
             if self._subscription is not None:
                 self._subscription.close()
@@ -107,8 +107,8 @@ class StoreEvents:
             self._subscription = None if self._closed.is_set() else subscription
             if self._subscription is None:
                 return
-        # A new subscription tells all that is there, then `is_current`:
-        # what it has not told by then was lost meanwhile.
+        # A new subscription tells every chunk that is there, then `is_current`. A chunk that it has not told
+        # by then was lost while there was no subscription.
         confirmed: set[bytes] | None = set()
         try:
             for news in subscription:
@@ -121,7 +121,7 @@ class StoreEvents:
                         confirmed.difference_update(keys)
                         confirmed |= there
                     if confirmed is not None and news.is_current:
-                        # Chunks that only the subscription before this one told of are gone.
+                        # Chunks that only the last subscription told of are gone.
                         keys |= self._there - confirmed
                         self._there, confirmed = confirmed, None
                     self._settle(keys)
@@ -130,13 +130,13 @@ class StoreEvents:
                 self._subscription = None
 
     def _settle(self, keys: Iterable[bytes]) -> None:
-        """Tell what changed of these."""
+        """Make events of those chunks of these keys that came or went."""
         stored = [key for key in keys if key in self._there and key in self._met and key not in self._told]
         removed = [key for key in keys if key in self._told and key not in self._there]
-        for some, is_removed in ((stored, False), (removed, True)):
-            if some:
+        for changed, is_removed in ((stored, False), (removed, True)):
+            if changed:
                 event = OffloadingEvent(
-                    keys=[self._met[key] for key in some],
+                    keys=[self._met[key] for key in changed],
                     medium=Medium.STORAGE,
                     removed=is_removed,
                     ownership=OWNER,
@@ -151,9 +151,9 @@ class StoreEvents:
             del self._met[key]
 
     def _wake(self) -> None:
-        """Let an idle engine make a step: it finds that its connector has work.
+        """Let an idle engine make a step, in which it finds that its connector has work.
 
-        One that lives in its caller's process makes steps for requests alone, and is nobody's server.
+        An engine in its caller's process has no queue to wake it by, and makes steps only for requests.
         """
         for engine in self._engines:
             engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
