@@ -12,8 +12,9 @@ from ctxcache.cache import Cache
 from ctxcache.core import ranges
 from ctxcache.core.ledger.ledger import Ledger
 from ctxcache.core.ledger.places import Backlog, Place
-from ctxcache.core.ledger.segment import Segment, Usage
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.usage import Usage
 from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.format.checksums import covers
 

@@ -25,7 +25,8 @@ from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import Background, State
 from ctxcache.core import ranges
 from ctxcache.core.ledger.places import Place
-from ctxcache.core.ledger.segment import Kin, Segment
+from ctxcache.core.ledger.residence import Kin
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.errors import TierFailure
 from ctxcache.format.layout import LONGEST_SEGMENT_TOKENS

@@ -25,8 +25,9 @@ from ctxcache.cache.scrubbing import Bad
 from ctxcache.cache.state import State
 from ctxcache.core.ledger.dormant import UID_BYTES, Dormant, Line
 from ctxcache.core.ledger.ledger import SECOND_NS
-from ctxcache.core.ledger.segment import Segment, TenantUse
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Expiration, Session
+from ctxcache.core.ledger.usage import TenantUse
 from ctxcache.core.placement.shares import EVERYONE
 from ctxcache.core.prefix.keys import scope_of
 from ctxcache.format.layout import SegmentLayout, block_layout

@@ -29,8 +29,9 @@ from ctxcache.cache.state import Background, State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.places import Place
-from ctxcache.core.ledger.segment import Segment, Usage
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.usage import Usage
 from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.errors import CorruptSegment, TierFailure, TooManyRequests
 from ctxcache.format.checksums import Sums

@@ -18,7 +18,7 @@ from ctxcache.cache.leases import Leases, ReadRequest
 from ctxcache.cache.state import EMPTY, LOOKUP, STEP_BY_STEP, Call, Fact, Pace, State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
-from ctxcache.core.ledger.segment import Count
+from ctxcache.core.ledger.residence import Count
 from ctxcache.core.ledger.session import Expiration, Session, SessionView
 from ctxcache.core.prefix.keys import TOKEN_BYTES
 from ctxcache.core.ranges import Ranges

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from ctxcache.core import ranges
 from ctxcache.core.extents import Extents, SlotAllocator
-from ctxcache.core.ledger.segment import Segment, Usage
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Expiration, Session
+from ctxcache.core.ledger.usage import Usage
 from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.core.ranges import Ranges
 from ctxcache.format.layout import SegmentLayout, Slot

@@ -4,7 +4,9 @@ from itertools import permutations
 
 import pytest
 
-from ctxcache.core.ledger.segment import Kin, Residence, Segment, Usage
+from ctxcache.core.ledger.residence import Kin, Residence
+from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.usage import Usage
 from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.format.layout import SegmentLayout, Slot
 from ctxcache.format.streams import TOKENS_SPEC

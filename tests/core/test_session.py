@@ -3,8 +3,9 @@
 import pytest
 
 from ctxcache.core.ledger.feed import Standing
-from ctxcache.core.ledger.segment import Segment, Usage
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Expiration, Session
+from ctxcache.core.ledger.usage import Usage
 from ctxcache.core.placement.shares import NO_SHARES
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec

@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Self
 
-from ctxcache.core.ledger.segment import TenantUse
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.usage import TenantUse
 from ctxcache.core.placement.shares import EVERYONE
 
 UID_BYTES = 16

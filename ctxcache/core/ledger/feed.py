@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ctxcache.core.ledger.places import Use
+from ctxcache.core.ledger.residence import Kin
 from ctxcache.core.ledger.retaining import Retaining
-from ctxcache.core.ledger.segment import Kin, Segment
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, Session
 from ctxcache.core.observations import Observations
 from ctxcache.core.placement.order import Key

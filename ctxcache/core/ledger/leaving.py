@@ -13,9 +13,10 @@ from contextlib import closing
 from ctxcache.core.ledger.feed import Feed
 from ctxcache.core.ledger.places import Backlog
 from ctxcache.core.ledger.rankings import Evictable, Verdict
-from ctxcache.core.ledger.segment import Quotas, Shelf
+from ctxcache.core.ledger.segment import Shelf
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.ledger.unwritten import Unwritten
+from ctxcache.core.ledger.usage import Quotas
 from ctxcache.core.placement.policy import Candidate as Comparison
 from ctxcache.core.placement.policy import is_worth_writing
 

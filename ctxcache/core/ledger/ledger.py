@@ -25,11 +25,13 @@ from ctxcache.core.ledger.lost_paths import LostPaths
 from ctxcache.core.ledger.names import Names
 from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, Use, UseEvent
 from ctxcache.core.ledger.rankings import Evictable, Resident
+from ctxcache.core.ledger.residence import Kin, Residence
 from ctxcache.core.ledger.retaining import Retaining
-from ctxcache.core.ledger.segment import Copies, Kin, Quotas, Residence, Segment, Shelf, Usage
+from ctxcache.core.ledger.segment import Copies, Segment, Shelf
 from ctxcache.core.ledger.session import BEGIN, BLOCKS, ExpiryQueue, Piece, Session
 from ctxcache.core.ledger.sleep import Sleep
 from ctxcache.core.ledger.unwritten import Unwritten
+from ctxcache.core.ledger.usage import Quotas, Usage
 from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Busiest, Observations
 from ctxcache.core.placement.order import Key

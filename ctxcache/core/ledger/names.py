@@ -8,7 +8,8 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ctxcache.core.ledger.segment import Kin, Segment
+from ctxcache.core.ledger.residence import Kin
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import BlockIndex, Session
 
 

@@ -15,7 +15,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from ctxcache.core.ledger.segment import Kin, Segment
+from ctxcache.core.ledger.residence import Kin
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.placement.order import Key
 

@@ -33,7 +33,8 @@ from ctxcache.core.ledger.places import (
     UseEvent,
     illegal,
 )
-from ctxcache.core.ledger.segment import Amounts, Residence, Segment
+from ctxcache.core.ledger.residence import Amounts, Residence
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import (
     GenerationMismatch,

@@ -18,8 +18,9 @@ from ctxcache.core.ledger.lost_paths import LostPaths
 from ctxcache.core.ledger.names import Names
 from ctxcache.core.ledger.places import Backlog, Place, SegmentEvent, Use, UseEvent
 from ctxcache.core.ledger.rankings import Evictable
-from ctxcache.core.ledger.segment import Segment, Usage
+from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.usage import Usage
 from ctxcache.core.placement.order import Key
 
 SECOND_NS = 10**9
