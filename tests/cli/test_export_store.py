@@ -88,7 +88,7 @@ def test_a_store_comes_back_elsewhere(running: str, tmp_path: Path) -> None:
     )
     restored = ctxcache("import", str(file), "--new-store", *options)
     with ServerProcess(tmp_path / "new") as other, connected(other.target) as client:
-        assert [session.name for session in client.sessions.list()] == [f"sessions/{n}" for n in NAMES]
+        assert {session.name for session in client.sessions.list()} == {f"sessions/{n}" for n in NAMES}
         for name in NAMES:
             with client.sessions.open(f"sessions/{name}", CallerModel(model_spec())).read() as read:
                 for stream, expected in rows_of(name).items():
@@ -99,7 +99,7 @@ def test_a_store_comes_back_elsewhere(running: str, tmp_path: Path) -> None:
         len(NAMES), len(NAMES) * TOKEN_COUNT, file.stat().st_size,
     )  # fmt: skip
     assert file.stat().st_mode & 0o777 == 0o600
-    assert [(one["session"], one["status"], one["token_count"]) for one in listed["sessions"]] == [
+    assert sorted((one["session"], one["status"], one["token_count"]) for one in listed["sessions"]) == [
         (f"sessions/{name}", "whole", TOKEN_COUNT) for name in NAMES
     ]
     assert said.items() >= {"session_count": len(NAMES), "data_directory": None}.items()

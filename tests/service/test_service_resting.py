@@ -45,7 +45,7 @@ async def lacking(
     is_there = asyncio.Event()
     store: Any = server.storage.metadata
     monkeypatch.setattr(rocksdb, "REOPEN_PAUSE_S", 0)
-    monkeypatch.setattr(store, "_has_what_lacked", is_there.is_set)
+    monkeypatch.setattr(rocksdb, "has_what_lacked", lambda _: is_there.is_set())
     await client.create("a")
     await client.append("a", 1, 0, 64, is_durable=True)
     store.database = Full(store.database)
