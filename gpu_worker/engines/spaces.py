@@ -17,12 +17,13 @@ _FOREIGN = re.compile(r"[^a-zA-Z0-9._-]+")
 def model_of(name: str, engine: str, weights: str, facts: str, *, version: str = "") -> ModelSpec:
     """The model whose blocks an engine keeps; its fingerprint is that of their spaces.
 
-    `name` is the model's to a person, `weights` the digest of its files, `facts` all else that the bytes of
-    blocks depend on, but for what the space says itself.
+    `name` is the model's to a person and no part of the fingerprint: moved files are the same model.
+    `weights` is the digest of the files, `facts` all else that the bytes of blocks depend on, but for what
+    the space says itself.
     """
     # A path, or a name of a hub: its end is what people call it.
     plain = _FOREIGN.sub("-", name.rstrip("/").rpartition("/")[2]).lstrip("._-")[:NAME_CHARACTERS]
-    tag = hashlib.sha256(f"{name}\0{weights}\0{facts}".encode(errors="surrogatepass")).hexdigest()
+    tag = hashlib.sha256(f"{weights}\0{facts}".encode(errors="surrogatepass")).hexdigest()
     spec = ModelSpec(
         model_id=f"{plain or 'model'}.{engine}-{tag[:8]}",
         architecture=engine,

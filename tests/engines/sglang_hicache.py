@@ -267,13 +267,14 @@ def test_other_weights_in_the_same_directory_find_nothing(store: ServerProcess, 
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     found = []
-    for fill_with in (1.0, 2.0, 1.0):
+    for fill_with, name in ((1.0, "model"), (2.0, "model"), (1.0, "model"), (2.0, "moved")):
+        directory = directory.rename(tmp_path / name)
         save_file({"weight": torch.full((4,), fill_with)}, directory / "model.safetensors")
         backend = backend_on(store.target, pool, model_name=str(directory))
         found.append(backend.batch_exists(keys_of(0)))
         backend.batch_set_v1(keys_of(0), pool.indices(0))
         backend.close()
-    assert found == [0, 0, 1]
+    assert found == [0, 0, 1, 1]
 
 
 def test_a_store_that_hangs_or_is_gone_costs_a_bounded_time(store: ServerProcess) -> None:

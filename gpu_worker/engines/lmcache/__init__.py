@@ -73,7 +73,8 @@ class Weights:
 
     def model(self, name: str) -> ModelSpec:
         """The model of that name."""
-        return model_of(name, "lmcache", self.digest, "", version=self.version)
+        # LMCache's keys have the name alone, and one adapter may have chunks of several models.
+        return model_of(name, "lmcache", self.digest, name, version=self.version)
 
     def register(self, client: Client, name: str) -> None:
         """Let the store know whose chunks are put, once: a version's can be forgotten."""
