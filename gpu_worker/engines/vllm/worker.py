@@ -274,7 +274,9 @@ class WorkerSide:
         if self._state is not None and self._state.device.type == "cuda":
             # Copies that were begun may still write to blocks.
             torch.cuda.synchronize(self._state.device)
-        late = DeadlineExceeded(target="its rows", timeout_s=f"{self._settings.restore_timeout_s:g}")
+        # Shorter than `restore_timeout_s` where the store has answered nothing at all.
+        waited_s = time.monotonic() - loading.begun_s
+        late = DeadlineExceeded(target="its rows", timeout_s=f"{waited_s:.1f}")
         self.misses.tell(loading.item.sessions[self._rank].name, "not restored", late)
         self._forsake(loading)
 
