@@ -31,7 +31,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from ctxcache.client import SessionRows
+from ctxcache.client import CallerModel, Client, SessionRows
+from ctxcache.client.engine_queue import QueuedJob
 from ctxcache.errors import CorruptSegment
 from ctxcache.format.streams import TOKENS
 from gpu_worker.engines import link
@@ -347,6 +348,40 @@ def test_two_requests_of_a_conversation_at_once_both_go_on(sides: Sides) -> None
     sides.scheduler.finished(one)
     sides.until_saved()
     assert sides.token_ids("alice") == prompt_of(0)[: 3 * BLOCK_TOKENS]
+
+
+@pytest.mark.parametrize("has_priorities", [False, True])
+def test_sessions_are_expected_in_the_order_in_which_their_requests_run(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch, *, has_priorities: bool
+) -> None:
+    """That of arrivals; where vLLM schedules by priority, by that first: less is sooner."""
+    places: dict[str, float] = {}
+    waits = sides.scheduler._queue.waits
+
+    def noted(client: Client, model: CallerModel, job: QueuedJob) -> None:
+        assert job.position is not None
+        places[job.job_id] = job.position
+        waits(client, model, job)
+
+    monkeypatch.setattr(sides.scheduler._queue, "waits", noted)
+    monkeypatch.setattr(sides.scheduler, "_has_priorities", has_priorities)
+    for number, name in enumerate(("late", "sooner", "soonest")):
+        sides.save(request_of(f"save-{name}", name, number))
+    places.clear()
+    for number, (name, priority) in enumerate((("late", 5), ("sooner", 0), ("soonest", -3))):
+        request = request_of(name, name, number)
+        request.priority = priority
+        sides.hold_up(request)
+    expected = ["soonest", "sooner", "late"] if has_priorities else ["late", "sooner", "soonest"]
+    assert sorted(places, key=places.__getitem__) == expected
+
+
+@pytest.mark.parametrize("changed", [None, "v2"])
+def test_a_session_is_saved_when_every_rank_has_saved_it(changed: str | None) -> None:
+    """Reports of ranks are added up, in any order."""
+    one, two = StepReport({"a": 1, "b": 1}), StepReport({"b": 1}, changed)
+    for report in (one.aggregate(two), two.aggregate(one)):
+        assert report == StepReport({"a": 1, "b": 2}, changed)
 
 
 def test_many_requests_wait_together_for_a_store_that_stops(sides: Sides) -> None:
