@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-random test-worker clean
+.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-random test-worker coverage clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,10 @@ test-store: setup-store
 
 test-random: setup-store ## Run the store's tests in an order that is drawn (ARGS="--randomly-seed=N" draws that one again)
 	@$(MAKE) test-store STORE_ORDER="$(ARGS)"
+
+coverage: setup ## Say which branches of core/ and cache/ no test of theirs or of the service takes (ten minutes; pages in build/coverage)
+	$(BIN)/python -m pytest -q -p no:randomly $(PYTEST_ARGS) --cov=ctxcache.core --cov=ctxcache.cache --cov-branch \
+	  --cov-report=html:build/coverage --cov-report=term:skip-covered tests/core tests/cache tests/service
 
 # The worker, what drives store and worker together, and the simulator's pictures.
 test-worker: setup
