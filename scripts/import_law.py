@@ -7,6 +7,7 @@ Reads sources, imports nothing of them. An import in a function counts like any 
 import ast
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -23,6 +24,7 @@ def main() -> None:
     imports = _imports()
     violations = [line for module in sorted(imports) for line in _violations(law, module, imports[module])]
     violations += _circles(imports)
+    violations += _ambiguous_helpers()
     if violations:
         sys.exit("\n".join(["import law broken:", *violations]))
     sys.stdout.write(f"import law: {len(imports)} modules obey\n")
@@ -54,6 +56,16 @@ def _circles(imports: dict[str, set[str]]) -> list[str]:
     except CycleError as error:
         return [f"  circle: {' -> '.join(error.args[1])}"]
     return []
+
+
+def _ambiguous_helpers() -> Iterator[str]:
+    """Imports of a test helper by a bare name that several files have: the path decides which it is."""
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    count_by_name = Counter(path.stem for path in tests)
+    for path in tests:
+        for name in sorted({target.partition(".")[0] for target in _targets(path)}):
+            if count_by_name[name] > 1:
+                yield f"  {path.relative_to(ROOT)}: {count_by_name[name]} files of tests are {name}.py"
 
 
 def _imports() -> dict[str, set[str]]:

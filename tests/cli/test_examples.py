@@ -11,7 +11,7 @@ import pytest
 import typer.main
 from command_line import TIMEOUT_S, ctxcache, in_bash
 from operated import SESSION, operated_server, prepare
-from recording import CALLS
+from recorded_calls import CALLS
 from server_process import FORKED, ServerProcess
 from stored import store_session
 from stored_model import stored_model

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Ran, ctxcache
-from recording import CALLS
+from recorded_calls import CALLS
 from server_process import ServerProcess
 from typer.main import get_command
 
