@@ -123,7 +123,7 @@ def opened_bytes(settings: Settings) -> int:
 def test_a_default_arena_fits_a_small_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A quarter of its limit on a host of any size; the log and the doctor tell the limit that counted."""
+    """An eighth of its limit on a host of any size; the log and the doctor tell the limit that counted."""
     proc = host(tmp_path / "proc", "0::/\n", V2, {"sys/memory.max": f"{GIB}\n"})
     monkeypatch.setattr(sizes, "PROC", proc)
     space = shutil.disk_usage(tmp_path)._replace(free=HOST_BYTES)
@@ -133,9 +133,9 @@ def test_a_default_arena_fits_a_small_container(
         size_bytes = opened_bytes(settings)
     told = machine.shared_memory(settings).found
 
-    assert size_bytes == 256 * MIB
-    assert f"size_bytes={size_bytes} by='a quarter of what {proc}/sys/memory.max leaves'" in caplog.text
-    assert f"256.0 MiB: a quarter of what {proc}/sys/memory.max leaves" in told
+    assert size_bytes == 128 * MIB
+    assert f"size_bytes={size_bytes} by='an eighth of what {proc}/sys/memory.max leaves'" in caplog.text
+    assert f"128.0 MiB: an eighth of what {proc}/sys/memory.max leaves" in told
 
 
 def test_an_arena_above_the_limit_is_told(

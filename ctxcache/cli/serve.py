@@ -46,7 +46,8 @@ class TierFile:
 class Ready:
     """A server that listens.
 
-    `listen_addresses` are gRPC targets, `bulk_addresses` where the bulk channel is.
+    `listen_addresses` are gRPC targets, `bulk_addresses` where the bulk channel is. `unset_sizes` are the
+    settings of sizes that nobody has set.
     """
 
     version: str
@@ -59,6 +60,7 @@ class Ready:
     arena: TierFile
     ssd: tuple[TierFile, ...]
     session_count: int
+    unset_sizes: tuple[str, ...]
 
     def json_line(self) -> str:
         """One line, its names stable."""
@@ -78,6 +80,9 @@ class Ready:
             f"  SSD         {human_size(place.size_bytes)} at {place.path}, {place.io_mode} I/O"
             for place in self.ssd
         ]
+        if self.unset_sizes:
+            options = " and ".join(f"--{name.replace('_', '-')}" for name in self.unset_sizes)
+            lines.append(f"  sizes       chosen by the store; {options} set them")
         return "\n".join(lines)
 
     def _metrics(self) -> str:
@@ -178,6 +183,9 @@ def _facts(server: Server) -> Ready:
             for mode, size_bytes in zip(ssd.io_modes, ssd.capacities_bytes, strict=True)
         ),
         session_count=server.session_count,
+        unset_sizes=tuple(
+            name for name in ("arena_size_bytes", "ssd_size_bytes") if not getattr(server.settings, name)
+        ),
     )
 
 

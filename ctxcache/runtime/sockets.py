@@ -61,12 +61,18 @@ def remove_stale(path: str) -> None:
 
     Anything else that has the name stays, and is in the way.
     """
+    if is_stale(path):
+        Path(path).unlink()
+
+
+def is_stale(path: str) -> bool:
+    """Whether a socket is there that nobody listens to. Raises OSError when somebody does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         # Else it would wait for a server that takes nobody for now.
         probe.setblocking(False)  # noqa: FBT003  # positional alone
         # Answers of `connect` about a path, and whether the path may be used:
         #
-        #     ECONNREFUSED   a socket that nobody listens to    unlinked
+        #     ECONNREFUSED   a socket that nobody listens to    stale
         #                    or no socket at all                stays, and `bind` refuses it
         #     ENOENT         nothing is there                   free
         #     EAGAIN         somebody listens, queue full       in use
@@ -74,10 +80,9 @@ def remove_stale(path: str) -> None:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            if Path(path).is_socket():
-                Path(path).unlink()
+            return Path(path).is_socket()
         except FileNotFoundError:
-            return
+            return False
         except BlockingIOError:
             raise _in_use() from None
         else:

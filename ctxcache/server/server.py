@@ -46,11 +46,11 @@ from ctxcache.runtime.watches import kept_up
 from ctxcache.server.listening import (
     Ports,
     bulk_places,
-    check_exposure,
     control_path,
     metrics_place,
     targets,
 )
+from ctxcache.server.outside import check_outside
 from ctxcache.server.reload import Reloaded, Reloading
 from ctxcache.server.upkeep import Lessons, Upkeep
 from ctxcache.service.admin import About, AdminService, Controls
@@ -233,7 +233,7 @@ class Server:
         `reload`; `spans` are told instead of whom settings name. Raises DataDirectoryUnusable, FormatTooNew,
         CorruptMetadata, InvalidConfiguration, CapacityExceeded, AddressUnusable; nothing stays open then.
         """
-        check_exposure(settings)
+        await asyncio.to_thread(check_outside, settings)
         try:
             return await cls._start(settings, clock, on_loaded, spans, read_again)
         except CorruptMetadata as error:

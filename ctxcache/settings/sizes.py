@@ -22,8 +22,8 @@ from ctxcache.format.layout import ALIGN_BYTES, align
 from ctxcache.runtime.memory import HUGE_PAGE_BYTES
 from ctxcache.settings.config import ARENA_CAP_BYTES, MIB, SSD_CAP_BYTES
 
-ARENA_SHARE = 4
-SSD_SHARE = 5
+ARENA_SHARE = 8
+SSD_SHARE = 10
 LEAST_BYTES = 64 * MIB
 PROC = Path("/proc")
 MOUNT = re.compile(r"\d+ \d+ \S+ (\S+) (\S+) .*- (cgroup2?) \S+ (\S+)")
@@ -54,16 +54,16 @@ class ArenaSize:
     bound: str
 
 
-# Defaults for a machine that others use as well: a quarter of what is available, and never more than the
-# caps.
+# Defaults for a machine that others use as well, such as a laptop: a small part of what is available, never
+# more than the caps.
 def default_arena(directory: Path) -> ArenaSize:
-    """A quarter of the memory available or half of what the tmpfs has free, at most 8 GiB.
+    """An eighth of the memory available or half of what the tmpfs has free, at most 8 GiB.
 
     Whole huge pages. Raises OSError.
     """
     memory = memory_available()
     wanted, bound = min(
-        (memory.available_bytes // ARENA_SHARE, f"a quarter of {memory.source}"),
+        (memory.available_bytes // ARENA_SHARE, f"an eighth of {memory.source}"),
         (shutil.disk_usage(directory).free // 2, f"half of the free space of {directory}"),
         (ARENA_CAP_BYTES, "the most that is taken unasked"),
     )
@@ -73,7 +73,7 @@ def default_arena(directory: Path) -> ArenaSize:
 
 
 def ssd_bytes(directory: Path, file_name: str) -> int:
-    """The size of the file that is there, else a fifth of the free space, at most 32 GiB: whole pages.
+    """The size of the file that is there, else a tenth of the free space, at most 32 GiB: whole pages.
 
     Project quotas count, as volumes of containers have: the filesystem's free space is told within them.
     """

@@ -178,10 +178,10 @@ def open_arena(settings: Settings, instance_id: str) -> DramArena:
         raise TierFailure(path=str(settings.arena_directory), problem=problem) from error
     size_bytes = default.size_bytes if default else align(wanted_bytes)
     path = settings.arena_directory / ARENA_FILE_NAME.format(instance_id)
-    arena = DramArena(path, size_bytes, huge_pages=settings.arena_huge_pages, is_sealed=settings.arena_sealed)
     if default:
         log.info("arena_sized size_bytes=%d by=%r", size_bytes, default.bound)
-    else:
+    arena = DramArena(path, size_bytes, huge_pages=settings.arena_huge_pages, is_sealed=settings.arena_sealed)
+    if not default:
         _look_at_memory(size_bytes)
     return arena
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from typing import get_args
@@ -180,3 +181,50 @@ def test_what_cannot_be_flushed_is_said_at_the_end(tmp_path: Path) -> None:
         assert server.terminate() == ExitCode.RESOURCE_EXHAUSTED
         assert "no room in SSD" in server.stderr
         assert "stopped" not in server.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--listen", "{taken}"], ExitCode.ADDRESS, "cannot listen on {taken}: Address already in use"),
+        (
+            ["--metrics-listen", "{taken}"],
+            ExitCode.ADDRESS,
+            "cannot listen on {taken}: Address already in use",
+        ),
+        (["--bulk-listen", "{taken}"], ExitCode.ADDRESS, "cannot listen on {taken}: Address already in use"),
+        (
+            ["--listen", "192.0.2.1:7420", "--insecure-listen", "true"],
+            ExitCode.ADDRESS,
+            "Cannot assign requested",
+        ),
+        (["--unix-socket", "{place}/none/it.sock"], ExitCode.ADDRESS, "there is no directory {place}/none"),
+        (["--control-socket", "{place}/file"], ExitCode.ADDRESS, "a file that is no socket is there"),
+        (["--listen", "", "--unix-socket", ""], ExitCode.CONFIGURATION, "neither a TCP address nor a Unix"),
+        (["--listen", "0.0.0.0:0"], ExitCode.CONFIGURATION, "is not loopback"),
+        (
+            ["--tls-certificate", "{place}/no.pem", "--tls-key", "{place}/no.key"],
+            ExitCode.CONFIGURATION,
+            "no.pem",
+        ),
+        (["--metrics-token-file", "{place}/no.token"], ExitCode.CONFIGURATION, "metrics_token_file"),
+        (["--token-hashes", "{place}/no.hashes"], ExitCode.CONFIGURATION, "no.hashes: No such file"),
+    ],
+)
+def test_a_start_that_is_refused_leaves_no_file(
+    tmp_path: Path, options: list[str], code: ExitCode, words: str
+) -> None:
+    """Whatever it is refused for outside its data directory: that is looked at first."""
+    (tmp_path / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"taken": f"127.0.0.1:{taken.getsockname()[1]}", "place": str(tmp_path)}
+        command = [*COMMAND_LINE, "serve", "--data-directory", str(tmp_path / "data")]
+        command += ["--listen", "127.0.0.1:0"]
+        command += [option.format(**names) for option in options]
+        ended = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=60, env=without_settings(os.environ)
+        )
+
+    assert words.format(**names) in ended.stderr
+    assert ended.returncode == code
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -29,7 +29,7 @@ PLACES = Section(
             kind=KnobKind.SIZE,
             default=0,
             shown=(
-                "a quarter of the memory available, within every limit of the container, or half of the"
+                "an eighth of the memory available, within every limit of the container, or half of the"
                 " tmpfs' free space, 64 MiB to 8 GiB"
             ),
             help="Size of the DRAM tier, such as 8GiB; allocated at the start, all of it.",
@@ -128,7 +128,7 @@ PLACES = Section(
             name="ssd_size_bytes",
             kind=KnobKind.SIZE,
             default=0,
-            shown="what is there, else a fifth of the free space, 64 MiB to 32 GiB",
+            shown="what is there, else a tenth of the free space, 64 MiB to 32 GiB",
             help="Size of the file in each of them; allocated at the first start.",
             more="At least 64 KiB. May grow later, not shrink.",
             advice="what `ctxcache simulate` says for the load, see capacity.md",
