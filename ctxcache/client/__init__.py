@@ -30,9 +30,12 @@ if TYPE_CHECKING:
         seconds,
     )
     from ctxcache.client.writer import SessionWriter
-    from ctxcache.format.streams import Content
+    from ctxcache.format.model import ModelSpec
+    from ctxcache.format.streams import OPAQUE, TOKENS, Content
 
 __all__ = [
+    "OPAQUE",
+    "TOKENS",
     "BlockPart",
     "BlockSpace",
     "CallerModel",
@@ -43,6 +46,7 @@ __all__ = [
     "Durability",
     "EngineQueue",
     "MemoryRows",
+    "ModelSpec",
     "QueuedJob",
     "RowPiece",
     "Scattered",
@@ -66,20 +70,23 @@ _MODULES = {
     "DecodeBatch": "decode_batch",
     "EngineQueue": "engine_queue",
     "MemoryRows": "block_bytes",
+    "ModelSpec": ".format.model",
+    "OPAQUE": ".format.streams",
     "QueuedJob": "engine_queue",
     "RowPiece": "rows",
     "Scattered": "block_bytes",
     "SessionHandle": "sessions",
     "SessionRows": "rows",
     "SessionWriter": "writer",
+    "TOKENS": ".format.streams",
     "connect": "client",
     "document": "convert",
 }
-"""The module of each name; names that are not listed are of `types`."""
+"""The module of each name, a `.format` one too; names that are not listed are of `types`."""
 
 
 def __getattr__(name: str) -> object:
     """Import the module of a public name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'types')}"), name)
+    return getattr(importlib.import_module(f".{_MODULES.get(name, 'types')}", __name__), name)

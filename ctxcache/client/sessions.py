@@ -6,6 +6,7 @@ and times. Worst case: one deadline per call or page.
 
 import builtins
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from itertools import islice
 
@@ -27,7 +28,13 @@ from ctxcache.client.streamed_rows import BufferedWriter, StreamedRows, append_b
 from ctxcache.client.types import CallerModel, Durability, LookupResult, SessionInfo
 from ctxcache.client.wire import Wire
 from ctxcache.client.writer import SessionWriter, check_append
-from ctxcache.errors import CorruptSegment, InvalidArgument, Unavailable
+from ctxcache.errors import (
+    CorruptSegment,
+    InvalidArgument,
+    SessionAlreadyExists,
+    SessionNotFound,
+    Unavailable,
+)
 from ctxcache.format.streams import TOKENS, Content, Stream
 from ctxcache.v1 import session_pb2
 from ctxcache.v1.arena_pb2 import AcquireLease
@@ -54,13 +61,16 @@ class SessionCalls:
         is_pinned: bool = False,
         salt: bytes = b"",
         copies: int = 0,
+        exist_ok: bool = False,
     ) -> "SessionHandle":
         """Create an empty session of `model`; an empty id lets the server choose.
 
         `layout`: the streams beside token ids that each token has a row in, by default all of the model's;
         empty for token ids alone. `salt`: up to 64 bytes; only sessions of one salt share tokens. `copies`:
-        on how many SSD directories each segment shall be, 1 or 2; 0 for the server's setting. Raises
-        SessionAlreadyExists, ModelNotFound, InvalidArgument.
+        on how many SSD directories each segment shall be, 1 or 2; 0 for the server's setting. `exist_ok`: a
+        session of this id, model and salt that is there already is returned with its tokens, and keeps its
+        layout, expiry, pin and copies. Raises SessionAlreadyExists, ModelNotFound, InvalidArgument, and with
+        `exist_ok` ModelFingerprintMismatch.
         """
         _check_expiration(ttl, expire_time)
         if layout is None:
@@ -75,8 +85,20 @@ class SessionCalls:
             salt=salt,
             copies=copies,
         )
-        made = read_session_info(self._wire.call(self._wire.sessions.CreateSession, request))
-        return self.open(made, model)
+        while True:
+            try:
+                made = read_session_info(self._wire.call(self._wire.sessions.CreateSession, request))
+            except SessionAlreadyExists:
+                if not exist_ok:
+                    raise
+                # A session that is gone by now is one that can be made.
+                with suppress(SessionNotFound):
+                    existing = self.open(f"sessions/{id}", model)
+                    if existing.checked().salt != salt:
+                        raise
+                    return existing
+            else:
+                return self.open(made, model)
 
     def open(self, session: str | SessionInfo, model: CallerModel | None = None) -> "SessionHandle":
         """Return a handle on a session, by name or as an earlier call returned it. Sends nothing.

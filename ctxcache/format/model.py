@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ctxcache.errors import ModelFingerprintMismatch
 from ctxcache.format.packing import PACKINGS
-from ctxcache.format.streams import TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
+from ctxcache.format.streams import OPAQUE, TOKENS, TOKENS_SPEC, DType, StateKind, Stream, StreamSpec
 
 FINGERPRINT_BYTES = 32
 _DOMAIN = b"ctxcache.model.v1"
@@ -54,6 +54,31 @@ class ModelSpec:
     is_relocatable: bool
     streams: tuple[StreamSpec, ...]
     settings: str = ""
+
+    @classmethod
+    def opaque(cls, model_id: str, *, row_bytes: int, is_relocatable: bool = True) -> "ModelSpec":
+        """A model whose rows only the caller understands: for each token `row_bytes` bytes of `OPAQUE`.
+
+        Its fingerprint follows from these three: rows of one id are never found as another's. Give rows that
+        mean something else another id. `is_relocatable`: a row stays right when tokens before it are dropped.
+        """
+        return cls(
+            model_id=model_id,
+            architecture="opaque",
+            revision="",
+            # No part of a fingerprint but this one tells the caller's kinds of rows apart.
+            weights_digest=f"opaque:{model_id}",
+            tokenizer_digest="",
+            dtype=DType.PACKED,
+            layer_count=1,
+            hidden_size=1,
+            kv_head_count=0,
+            head_size=0,
+            rope="",
+            norm="",
+            is_relocatable=is_relocatable,
+            streams=(StreamSpec(OPAQUE, row_bytes, DType.PACKED),),
+        )
 
     def fingerprint(self) -> bytes:
         """SHA-256 of the encoding, 32 bytes."""

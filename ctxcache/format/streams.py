@@ -124,6 +124,8 @@ class StreamSpec(NamedTuple):
 TOKENS = Stream(TOKENS_LAYER, StateKind.TOKENS)
 TOKENS_RANGE = StreamRange(StateKind.TOKENS, TOKENS_LAYER, TOKENS_LAYER + 1)
 TOKENS_SPEC = StreamSpec(TOKENS, TOKEN_ROW_BYTES, DType.INT32)
+OPAQUE = Stream(0, StateKind.ENGINE_BLOCK)
+"""The one stream of `ModelSpec.opaque`: a row of the caller's own bytes for each token."""
 
 
 # A digest names a content, whose bytes never come to the store.

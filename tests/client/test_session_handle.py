@@ -11,10 +11,17 @@ from far_side import HIDDEN, OWN, SPEC, make_rows
 from live_server import LiveServer, serving, settings_in
 
 import ctxcache
-from ctxcache.client import Client
+from ctxcache.client import OPAQUE, Client, ModelSpec
 from ctxcache.client.sessions import SessionHandle
 from ctxcache.client.types import Durability, hours
-from ctxcache.errors import GenerationMismatch, InvalidArgument, SessionNotFound, WriteOffsetMismatch
+from ctxcache.errors import (
+    GenerationMismatch,
+    InvalidArgument,
+    ModelFingerprintMismatch,
+    SessionAlreadyExists,
+    SessionNotFound,
+    WriteOffsetMismatch,
+)
 from ctxcache.format.streams import TOKENS, Stream
 from lab.routes import Route, route_options
 
@@ -56,6 +63,52 @@ def test_a_session_is_written_and_read_by_its_handle(cache: Client, name: str) -
         np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(70)[HIDDEN])
     assert chat.info.token_count == 70
     assert chat.info.generation == cache.sessions.get(f"sessions/{name}").generation
+
+
+def test_a_session_that_is_there_is_returned_where_it_may_be(cache: Client, name: str) -> None:
+    """With its tokens and its own expiry; nobody else's call makes a session of another name."""
+    first = cache.sessions.create(OWN, id=name, ttl=hours(1), exist_ok=True)
+    first.append(make_rows(40))
+    again = cache.sessions.create(OWN, id=name, ttl=hours(2), exist_ok=True)
+    again.append(make_rows(30, first=40))
+
+    assert (again.info.uid, again.info.token_count, again.info.ttl) == (first.info.uid, 70, hours(1))
+    with again.read(streams=[HIDDEN]) as rows:
+        np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(70)[HIDDEN])
+    with pytest.raises(SessionAlreadyExists):
+        cache.sessions.create(OWN, id=name)
+    again.delete()
+    assert cache.sessions.create(OWN, id=name, exist_ok=True).info.token_count == 0
+
+
+def test_a_session_of_another_model_or_salt_is_not_returned(cache: Client, name: str) -> None:
+    """Its rows are not the caller's: it stays as it is."""
+    kept = cache.sessions.create(OWN, id=name, salt=b"one user").append(make_rows(40))
+    other = cache.models.register(ModelSpec.opaque("other", row_bytes=8))
+    with pytest.raises(ModelFingerprintMismatch):
+        cache.sessions.create(other, id=name, salt=b"one user", exist_ok=True)
+    with pytest.raises(SessionAlreadyExists):
+        cache.sessions.create(OWN, id=name, exist_ok=True)
+
+    assert cache.sessions.get(f"sessions/{name}").generation == kept.generation
+
+
+def test_rows_of_the_callers_own_are_a_model(cache: Client, name: str) -> None:
+    """Each id has a fingerprint of its own, the same in every version: else rows would be lost."""
+    spec = ModelSpec.opaque("notes", row_bytes=24)
+    assert spec.fingerprint().hex() == "832eebdf200d97f69454d89112b8a5532c633360b5413f5cf516de0eee07094f"
+    assert len({ModelSpec.opaque(one, row_bytes=size).fingerprint() for one in "ab" for size in (8, 24)}) == 4
+    rows = np.random.default_rng(1).integers(0, 256, (40, 24), np.uint8)
+    notes = cache.sessions.create(cache.models.register(spec), id=name)
+    notes.append({TOKENS: np.arange(40, dtype="<i4"), OPAQUE: rows})
+    assert cache.models.get("models/notes").spec == spec
+
+    notes.keep_recent(10, sink_token_count=2)
+
+    with notes.read() as read:
+        np.testing.assert_array_equal(read.array(OPAQUE), np.concatenate([rows[:2], rows[30:]]))
+    with pytest.raises(InvalidArgument, match="row_bytes"):
+        cache.models.register(ModelSpec.opaque("none", row_bytes=0))
 
 
 def test_a_condition_on_a_session_that_is_gone_holds_of_no_other(cache: Client, name: str) -> None:
