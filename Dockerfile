@@ -2,7 +2,7 @@
 #   docker build --target store -t ctxcache:0.1.0 .
 #   docker run -v ctxcache:/var/lib/ctxcache --shm-size 8g ctxcache:0.1.0
 # It listens on loopback of its own; elsewhere by CTXCACHE_LISTEN with TLS, see docs/operations.md, Images.
-# PYTHON_IMAGE is any Debian with `python` 3.11 or newer and its venv; production should name a digest.
+# PYTHON_IMAGE is any Debian with `python` (CPython 3.11 to 3.13) and its venv; production should name a digest.
 # The secret `pip` is a pip.conf for the build alone, where packages come from an index of one's own:
 #   docker build --secret id=pip,src=$HOME/.config/pip/pip.conf ...
 # With podman or buildah: `--format docker`; OCI's own format has no HEALTHCHECK.

@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-random test-worker coverage clean
+.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-random test-worker coverage wheel newcomer clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -129,6 +129,15 @@ bench-table: setup ## Measure every path on this machine, which nothing else use
 
 stable: setup-store ## Run `make test` 20 times, 10 of them beside two busy loops (hours; ARGS="--resume" after an interruption)
 	$(BIN)/python scripts/repeat_tests.py $(ARGS)
+
+wheel: ## Make the wheel that people install into dist/, and print its path (needs pip, and its index for hatchling)
+	@rm -f dist/ctxcache-*.whl
+	@$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/ctxcache-*.whl
+
+newcomer: ## Do in fresh environments what the documents say to install (minutes; needs pip's index)
+	@$(PYTHON) scripts/setup.py worker
+	$(BIN)/python -m pytest -q -rs -p no:cacheprovider -p no:randomly tests/newcomer/fresh_environments.py $(ARGS)
 
 setup: ## Make .venv, with everything (no network once it is made)
 	@$(PYTHON) scripts/setup.py worker

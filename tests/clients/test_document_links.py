@@ -79,8 +79,8 @@ def test_every_page_is_in_the_sites_navigation() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    """One page: 700 words."""
-    assert len((ROOT / "README.md").read_text().split()) <= 700
+    """One page: 800 words, with its commands and code."""
+    assert len((ROOT / "README.md").read_text().split()) <= 800
 
 
 def test_every_command_is_listed() -> None:

@@ -1,33 +1,53 @@
-"""The blocks of Python in the documents that need the store alone: pasted as they stand, they run."""
+"""The Python of the documents that need the store alone: pasted as it stands, it runs, and runs again."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from documents import ROOT, aimed_at, blocks
 from server_process import ServerProcess
 
 TIMEOUT_S = 60
 README = blocks(ROOT / "README.md", "python")[0]
 CLIENT = "".join(blocks(ROOT / "docs" / "python.md", "python"))
-
-
-@pytest.mark.parametrize(
-    ("source", "printed"), [(README, "(100, 1024)\n"), (CLIENT, "")], ids=["README.md", "docs/python.md"]
+TUTORIAL = dict(
+    re.findall(
+        r"^cat > (\w+\.py) <<'PY'\n(.*?)^PY$",
+        (ROOT / "docs" / "tutorials" / "operator.md").read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
 )
-def test_the_blocks_run(source: str, printed: str, tmp_path: Path) -> None:
-    """In order, in one process that knows nothing else, against an empty server; no torch is imported."""
-    with ServerProcess(tmp_path / "data") as server:
-        checked = f"{source}\nimport sys\nassert 'torch' not in sys.modules\n"
-        ran = subprocess.run(
-            [sys.executable, "-c", aimed_at(checked, server.target)],
-            cwd=tmp_path,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
+"""Files that the tutorial writes, by name."""
 
+
+def test_the_blocks_run_in_order_and_again(tmp_path: Path) -> None:
+    """On one store, each in a process that knows nothing else; no torch is imported."""
+    with ServerProcess(tmp_path / "data") as server:
+        for name, source in TUTORIAL.items():
+            (tmp_path / name).write_text(aimed_at(source, server.target))
+        said = [
+            _said(aimed_at(source, server.target), tmp_path)
+            for _ in range(2)
+            for source in (README, TUTORIAL["engine.py"], CLIENT)
+        ]
+
+    first, again = (
+        "100 tokens; the last row is [7 7 7 ... 7 7 7]\n",
+        "200 tokens; the last row is [7 7 7 ... 7 7 7]\n",
+    )
+    assert said == [first, "", "", again, "", ""]
+
+
+def _said(source: str, directory: Path) -> str:
+    checked = f"{source}\nimport sys\nassert 'torch' not in sys.modules\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", checked],
+        cwd=directory,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == printed
+    return ran.stdout
