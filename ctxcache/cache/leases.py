@@ -42,7 +42,7 @@ class ReadRequest:
 
     The rows count in `client`'s share of the arena. `leaves_on_ssd`: segments that are not in DRAM are read
     where they lie. `is_summed`: the answer has the rows' checksums. `is_rechecked`: segments in DRAM are
-    verified before the answer.
+    verified before the answer. `streams_else`: the reader takes by a stream what the arena has no room for.
     """
 
     tenant: str
@@ -55,6 +55,7 @@ class ReadRequest:
     leaves_on_ssd: bool = False
     is_summed: bool = False
     is_rechecked: bool = False
+    streams_else: bool = False
     is_quiet: bool = False
     """A stream then counts as no access, and is read past DRAM."""
 
@@ -505,7 +506,9 @@ class Leases:
             raise
 
     def _missed(self, request: ReadRequest, error: CacheError) -> None:
-        if not request.is_quiet:
+        # The stream that follows a lack of room is the read, and has its own result.
+        goes_on = request.streams_else and isinstance(error, CapacityExceeded)
+        if not request.is_quiet and not goes_on:
             self._state.journal.missed(READ, request.tenant, request.session_id, error)
 
     async def _hold_what_is_there(self, request: ReadRequest, *, is_stream: bool) -> Lease:

@@ -248,6 +248,7 @@ class RowRoutes:
             return None
         if request.leave_on_ssd:
             request.leave_on_ssd = attachment.arena.ssd_files().is_open
+        request.streams_else = self._access != "local"
         try:
             return lease_rows(attachment, request, streams, is_verified=self.is_verified)
         # A read that the arena has no room for comes by stream, segment by segment, with no room held for all

@@ -450,6 +450,7 @@ class LocalClient:
             leaves_on_ssd=request.leave_on_ssd,
             # A brief answer has no sums, so that none has to be made.
             is_summed=not request.is_brief,
+            streams_else=request.streams_else,
         )
 
     def _grant(self, request: arena_pb2.AcquireLease, lease: Lease, message: arena_pb2.Lease) -> None:

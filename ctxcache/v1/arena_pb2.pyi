@@ -362,6 +362,7 @@ class AcquireLease(_message.Message):
     IS_BRIEF_FIELD_NUMBER: _builtins.int
     LEAVE_ON_SSD_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    STREAMS_ELSE_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Resource name, `sessions/{session_id}`. Required, unless there is a `token`."""
     model_fingerprint: _builtins.bytes
@@ -383,6 +384,10 @@ class AcquireLease(_message.Message):
     generation and `leave_on_ssd`. Errors: NOT_FOUND (LEASE_NOT_FOUND) for a token that is over or another tenant's;
     INVALID_ARGUMENT (INVALID_FIELD) for one of blocks.
     """
+    streams_else: _builtins.bool
+    """Where the arena has no room for the rows, the reader asks for them by a stream: RESOURCE_EXHAUSTED
+    (CAPACITY_EXCEEDED) is then no result of the read, and is not counted as one. Default false.
+    """
     @_builtins.property
     def range(self) -> _session_pb2.TokenRange:
         """Tokens to lease. Unset: all."""
@@ -397,10 +402,11 @@ class AcquireLease(_message.Message):
         is_brief: _builtins.bool = ...,
         leave_on_ssd: _builtins.bool = ...,
         token: _builtins.bytes = ...,
+        streams_else: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "range", b"range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "is_brief", b"is_brief", "leave_on_ssd", b"leave_on_ssd", "model_fingerprint", b"model_fingerprint", "range", b"range", "session", b"session", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "is_brief", b"is_brief", "leave_on_ssd", b"leave_on_ssd", "model_fingerprint", b"model_fingerprint", "range", b"range", "session", b"session", "streams_else", b"streams_else", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015
