@@ -71,6 +71,16 @@ class OtelSpans:
                 raise
 
 
+def check_installed() -> None:
+    """Raise InvalidConfiguration where what tracing needs does not import."""
+    try:
+        import opentelemetry.exporter.otlp.proto.grpc.trace_exporter  # noqa: PLC0415
+        import opentelemetry.sdk.trace.export  # noqa: F401, PLC0415
+    except ImportError as error:
+        problem = f"tracing needs what pip install 'ctxcache[otel]' installs ({error})"
+        raise InvalidConfiguration(source="trace_endpoint", problem=problem) from error
+
+
 def open_spans(
     endpoint: str, ratio: float, version: str, *, service: str = "ctxcache"
 ) -> tuple[OtelSpans, Callable[[], None]]:
@@ -78,13 +88,11 @@ def open_spans(
 
     `ratio`: of what comes without a trace, the share that is traced. `service`: who they are of.
     """
-    try:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
-        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
-        from opentelemetry.sdk.trace import TracerProvider, export, sampling  # noqa: PLC0415
-    except ImportError as error:
-        problem = f"tracing needs what pip install 'ctxcache[otel]' installs ({error})"
-        raise InvalidConfiguration(source="trace_endpoint", problem=problem) from error
+    check_installed()
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+    from opentelemetry.sdk.trace import TracerProvider, export, sampling  # noqa: PLC0415
+
     provider = TracerProvider(
         sampling.ParentBased(sampling.TraceIdRatioBased(ratio)),
         Resource.create({"service.name": service, "service.version": version}),

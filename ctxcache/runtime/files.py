@@ -66,6 +66,29 @@ def check_directory(path: Path) -> None:
         raise DataDirectoryUnusable(path=str(path), problem=problem)
 
 
+def existing(path: Path) -> Path:
+    """Return the path, or what is nearest above it: where it would be made. Raises NotADirectoryError."""
+    path = path.absolute()
+    place = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not place.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{os.strerror(errno.ENOTDIR)}: {place}")
+    return place
+
+
+def check_usable(path: Path) -> None:
+    """Raise OSError where this process could not make the directory, or files in it. Changes nothing."""
+    place = existing(path)
+    if os.access(place, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        return
+    if os.statvfs(place).f_flag & os.ST_RDONLY:
+        raise OSError(errno.EROFS, f"{os.strerror(errno.EROFS)}: {place}")
+    problem = (
+        f"{os.strerror(errno.EACCES)}: {place}, owner {place.stat().st_uid}, needed {os.geteuid()}"
+        f" (mode {stat.S_IMODE(place.stat().st_mode):04o})"
+    )
+    raise PermissionError(errno.EACCES, problem)
+
+
 def claim_directory(path: Path) -> None:
     """Make a directory for this user alone, or check one that is there and take its group's right to write.
 
@@ -79,10 +102,16 @@ def claim_directory(path: Path) -> None:
         _change(path, status, stat.S_IMODE(status.st_mode) & ~_GROUP_WRITES)
 
 
+def check_owners(paths: Iterable[Path]) -> None:
+    """Raise DataDirectoryUnusable where one of them is neither this user's nor root's. Changes nothing."""
+    for path, status in _loose(paths):
+        _check_owner(path, status)
+
+
 def tighten(paths: Iterable[Path]) -> None:
     """Take others' rights to files, and to directories with all that is in them. Skips what is missing.
 
-    Raises DataDirectoryUnusable: one of them is neither this user's nor root's.
+    Raises as `check_owners`.
     """
     for path, status in _loose(paths):
         _check_owner(path, status)

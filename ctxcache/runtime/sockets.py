@@ -10,6 +10,7 @@ process may come; the lock on the data directory keeps out servers that have the
 
 import errno
 import logging
+import os
 import resource
 import socket
 from pathlib import Path
@@ -61,19 +62,25 @@ def remove_stale(path: str) -> None:
 
     Anything else that has the name stays, and is in the way.
     """
-    if is_stale(path):
+    if _is_stale(path):
         Path(path).unlink()
 
 
-def is_stale(path: str) -> bool:
-    """Whether a socket is there that nobody listens to. Raises OSError when somebody does."""
+def check_free(path: str) -> None:
+    """Raise OSError where no socket could be made at the path. Changes nothing."""
+    if os.path.lexists(path) and not _is_stale(path):
+        raise OSError(errno.EEXIST, "a file that is no socket is there")
+
+
+def _is_stale(path: str) -> bool:
+    """Whether a socket is there and nobody listens. Raises OSError when somebody does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         # Else it would wait for a server that takes nobody for now.
         probe.setblocking(False)  # noqa: FBT003  # positional alone
         # Answers of `connect` about a path, and whether the path may be used:
         #
         #     ECONNREFUSED   a socket that nobody listens to    stale
-        #                    or no socket at all                stays, and `bind` refuses it
+        #                    or no socket at all                in the way, and `bind` refuses it
         #     ENOENT         nothing is there                   free
         #     EAGAIN         somebody listens, queue full       in use
         #     connected      somebody listens                   in use

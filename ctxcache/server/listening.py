@@ -1,20 +1,23 @@
 """Listening: which addresses a server takes, how gRPC listens there, and which addresses others may reach.
 
-`Ports` binds. The functions below it read settings and bind nothing. Worst case: an address that cannot be
-had, or one that is open to others without TLS; AddressUnusable or InvalidConfiguration says so with the
-setting's name.
+`Ports` binds. The functions below it read settings, and bind nothing for longer than a look. Worst case: an
+address that cannot be had, or one that is open to others without TLS; AddressUnusable or InvalidConfiguration
+says so with the setting's name.
 """
 
+import errno
 import logging
 import os
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import grpc
 
 from ctxcache.errors import AddressUnusable, InvalidConfiguration
-from ctxcache.runtime.sockets import remove_stale
+from ctxcache.runtime.files import check_usable
+from ctxcache.runtime.sockets import check_free, remove_stale
 from ctxcache.service.bulk import BulkPlaces
 from ctxcache.service.rows import CHUNK_BYTES_LIMIT
 from ctxcache.service.tls import Tls
@@ -158,6 +161,72 @@ def check_exposure(settings: Settings) -> None:
         if address and not is_meant and not Address.of(address).is_loopback:
             problem = f"{address} is not loopback: set tls_certificate and tls_key, or insecure_listen"
             raise InvalidConfiguration(source=source, problem=problem)
+
+
+def check_addresses(settings: Settings) -> None:
+    """Raise what listening would raise; each address is bound for a moment.
+
+    Raises AddressUnusable, InvalidConfiguration: there is none.
+    """
+    addresses = targets(settings)
+    if not addresses:
+        raise InvalidConfiguration(source="listen", problem="neither a TCP address nor a Unix socket is set")
+    paths = [address.removeprefix("unix:") for address in addresses if address.startswith("unix:")]
+    bulk_paths = [f"{path}.bulk" for path in paths if settings.bulk_listen]
+    seen: set[str] = set()
+    for path in [*paths, *filter(None, [control_path(settings)]), *bulk_paths]:
+        if path in seen:
+            raise AddressUnusable(address=f"unix:{path}", problem="it is named twice")
+        _check_socket(path, Path(settings.data_directory).absolute())
+        seen.add(path)
+    # `auto` takes a free port, or does without one.
+    named = (settings.listen, settings.bulk_listen, settings.metrics_listen)
+    with ExitStack() as probes:
+        for address in named:
+            if address not in ("", "auto") and Address.of(address).port:
+                _probe(address, probes)
+
+
+def _check_socket(path: str, data_directory: Path) -> None:
+    parent = Path(path).parent
+    try:
+        # It also says which directory above may not be entered.
+        check_usable(parent)
+        check_free(path)
+    except OSError as error:
+        raise AddressUnusable(address=f"unix:{path}", problem=error.strerror or str(error)) from error
+    # The data directory is made by the start, and no other.
+    if not parent.is_dir() and parent != data_directory:
+        problem = f"there is no directory {parent}"
+        raise AddressUnusable(address=f"unix:{path}", problem=problem)
+
+
+def _probe(address: str, probes: ExitStack) -> None:
+    host, port = Address.of(address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        refusals = [_bind(family, place, probes) for family, _, _, _, place in found]
+        # Where there is no IPv6, gRPC takes 0.0.0.0 for `::`.
+        if host == "::" and refusals[0] and refusals[0].errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+            refusals = [_bind(socket.AF_INET, ("0.0.0.0", port), probes)]  # noqa: S104  as was asked for
+        # Of a name with several addresses gRPC takes what it can have.
+        if all(refusals) and refusals[0]:
+            raise refusals[0]
+    except OSError as error:
+        raise AddressUnusable(address=address, problem=error.strerror or str(error)) from error
+
+
+def _bind(family: int, place: tuple[object, ...], probes: ExitStack) -> OSError | None:
+    try:
+        probe = probes.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        # A port in TIME_WAIT is free to a server, which binds likewise.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(place)
+        # Two that only bind share an address; with this one listening, the next is refused.
+        probe.listen()
+    except OSError as error:
+        return error
+    return None
 
 
 def metrics_place(settings: Settings, addresses: tuple[str, ...]) -> tuple[str, int] | None:

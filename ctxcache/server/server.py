@@ -50,8 +50,8 @@ from ctxcache.server.listening import (
     metrics_place,
     targets,
 )
-from ctxcache.server.outside import check_outside
 from ctxcache.server.reload import Reloaded, Reloading
+from ctxcache.server.starting import check_start
 from ctxcache.server.upkeep import Lessons, Upkeep
 from ctxcache.service.admin import About, AdminService, Controls
 from ctxcache.service.admission import Admission, Admissions, Connections, Doors, RpcTimes
@@ -233,7 +233,6 @@ class Server:
         `reload`; `spans` are told instead of whom settings name. Raises DataDirectoryUnusable, FormatTooNew,
         CorruptMetadata, InvalidConfiguration, CapacityExceeded, AddressUnusable; nothing stays open then.
         """
-        await asyncio.to_thread(check_outside, settings)
         try:
             return await cls._start(settings, clock, on_loaded, spans, read_again)
         except CorruptMetadata as error:
@@ -254,6 +253,7 @@ class Server:
         read_again: Callable[[], Settings] | None,
     ) -> "Server":
         # Tenants are told apart only where callers are. Else everybody is one tenant.
+        await asyncio.to_thread(check_start, settings)
         identification = identified_by(settings.identities, settings.token_hashes)
         is_divided = not identification.is_open
         with ExitStack() as files:

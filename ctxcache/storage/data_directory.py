@@ -26,7 +26,11 @@ from typing import Any, Self
 
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, FormatTooNew
 from ctxcache.runtime.files import (
+    check_directory,
+    check_owners,
+    check_usable,
     claim_directory,
+    existing,
     open_private,
     read_facts,
     sync_directory,
@@ -93,6 +97,22 @@ class DataDirectory:
             except BaseException:
                 os.close(lock_fd)
                 raise
+
+    @classmethod
+    def check(cls, path: Path) -> None:
+        """Raise what `open` would raise. Changes nothing."""
+        with _refusals(path):
+            place = _usable(path)
+            if place != path.absolute():
+                return
+            check_directory(path)
+            check_owners(entries(path))
+            _check_not_foreign(path)
+            if pid := holder(path):
+                raise _held(path, pid)
+            if (path / _FORMAT).exists():
+                _parse_format(path)
+                _read_runs(path)
 
     @classmethod
     def mend(cls, path: Path, *, instance_id: str, crash_count: int, created_by: str) -> None:
@@ -206,6 +226,21 @@ class FreshDirectory:
         (self.path / RESTORING).unlink()
 
 
+def holder(path: Path) -> str:
+    """The process id of the server that holds the directory, `unknown` for one without; empty for none."""
+    try:
+        with (path / _LOCK).open("rb") as lock:
+            try:
+                # The lock is shared, and only asks: the server's is exclusive, and two that ask do not
+                # disturb each other.
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _pid(lock.fileno())
+    except OSError:
+        return ""
+    return ""
+
+
 def entries(path: Path) -> list[Path]:
     """The server's entries in the directory, sockets apart; also metadata that a rebuild has kept.
 
@@ -272,15 +307,33 @@ def _lock(path: Path) -> int:
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d\n" % os.getpid(), 0)
     except BlockingIOError as error:
-        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        pid = _pid(fd)
         os.close(fd)
-        raise DataDirectoryUnusable(
-            path=str(path), problem=f"another server holds it (pid {holder})"
-        ) from error
+        raise _held(path, pid) from error
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _pid(lock_fd: int) -> str:
+    return os.pread(lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
+
+
+def _held(path: Path, pid: str) -> DataDirectoryUnusable:
+    return DataDirectoryUnusable(path=str(path), problem=f"another server holds it (pid {pid})")
+
+
+def _usable(path: Path) -> Path:
+    """The directory, or the one above it in which it can be made. Raises DataDirectoryUnusable, OSError."""
+    # These do not raise for what may not be looked at, which `check_usable` refuses.
+    if os.path.exists(path) and not os.path.isdir(path):  # noqa: PTH110, PTH112
+        raise DataDirectoryUnusable(path=str(path), problem="it is not a directory")
+    try:
+        check_usable(path)
+        return existing(path)
+    except OSError as error:
+        raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
 
 
 def _read_or_create_format(path: Path, created_by: str) -> dict[str, Any]:

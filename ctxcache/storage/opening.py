@@ -15,12 +15,12 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from ctxcache.errors import DataDirectoryUnusable, InvalidConfiguration, TierFailure
+from ctxcache.errors import CacheError, DataDirectoryUnusable, InvalidConfiguration, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES, SEGMENTS_FILE, align
 from ctxcache.runtime.clock import SystemClock
-from ctxcache.runtime.files import claim_directory, tighten
+from ctxcache.runtime.files import check_owners, claim_directory, existing, tighten
 from ctxcache.settings.config import Settings
-from ctxcache.settings.sizes import default_arena, memory_available, ssd_bytes
+from ctxcache.settings.sizes import ArenaSize, default_arena, memory_available, ssd_bytes
 from ctxcache.storage.data_directory import METADATA, DataDirectory, check_not_restoring
 from ctxcache.storage.injection import Faults, FaultySsdFiles, SlowMetadata
 from ctxcache.storage.metadata.catalog import CATALOG, Catalog
@@ -30,7 +30,8 @@ from ctxcache.storage.metadata.shortages import check_room_to_open
 from ctxcache.storage.metadata.witness import Witness
 from ctxcache.storage.ssd_directories import Directory, check_not_orphaned, entries, is_ours, look, write_down
 from ctxcache.storage.tiers.dram import ARENA_FILE_NAME, DramArena, remove_abandoned
-from ctxcache.storage.tiers.segments_file import SsdPath
+from ctxcache.storage.tiers.dram import check_arena as check_new_arena
+from ctxcache.storage.tiers.segments_file import SsdPath, check_file
 from ctxcache.storage.tiers.shared_memory import free_huge_bytes
 from ctxcache.storage.tiers.ssd import SsdFiles
 
@@ -63,6 +64,82 @@ def ssd_directories_of(settings: Settings) -> tuple[Path, ...]:
     return settings.ssd_directories or (settings.data_directory / "ssd",)
 
 
+def check_copies(settings: Settings) -> None:
+    """Raise InvalidConfiguration for more copies than there are SSD directories."""
+    named = ssd_directories_of(settings)
+    if settings.ssd_copies > len(named):
+        problem = f"{settings.ssd_copies} copies need as many SSD directories, and {len(named)} is named"
+        raise InvalidConfiguration(source="ssd_copies", problem=problem)
+
+
+def check_data_directory(settings: Settings) -> None:
+    """Raise what `open_storage` would raise for the data directory. Changes nothing."""
+    _check_room(settings.data_directory)
+    check_not_restoring(settings.data_directory)
+    # SSD directories may be in use without their data directory: a fresh one would give their slots to
+    # others.
+    check_not_orphaned(settings.data_directory, ssd_directories_of(settings))
+    DataDirectory.check(settings.data_directory)
+
+
+def check_arena(settings: Settings) -> None:
+    """Raise what `open_storage` would raise for the arena. Changes nothing."""
+    try:
+        size_bytes = arena_size(settings).size_bytes
+    except OSError as error:
+        raise _no_arena(settings, error) from error
+    try:
+        instance_id = DataDirectory.instance_id_at(settings.data_directory)
+    except (OSError, CacheError):
+        # A data directory that cannot be read is refused by its own check.
+        instance_id = None
+    path = settings.arena_directory / ARENA_FILE_NAME.format(instance_id or "new")
+    check_new_arena(path, size_bytes, huge_pages=settings.arena_huge_pages)
+
+
+def check_ssd_directories(settings: Settings) -> None:
+    """Raise what `open_storage` would raise for SSD directories and their files. Changes nothing."""
+    data_directory, named = settings.data_directory, ssd_directories_of(settings)
+    try:
+        instance_id = DataDirectory.instance_id_at(data_directory) or ""
+    except OSError as error:
+        raise DataDirectoryUnusable(path=str(data_directory), problem=error.strerror or str(error)) from error
+    is_lenient = settings.ssd_missing == "serve"
+    for directory in look(data_directory, instance_id, named, may_be_absent=is_lenient):
+        if directory.absence:
+            continue
+        try:
+            check_owners(entries(directory.path))
+            check_file(SsdPath(str(directory.path), ssd_size_bytes(settings, directory.path)))
+        except DataDirectoryUnusable as error:
+            # As the tier has it: a file that another server holds is not absent.
+            is_missing = isinstance(error.__cause__, OSError) and not isinstance(
+                error.__cause__, BlockingIOError
+            )
+            if not (is_lenient and is_missing):
+                raise
+        except OSError as error:
+            problem = error.strerror or str(error)
+            raise DataDirectoryUnusable(path=str(directory.path), problem=problem) from error
+
+
+def arena_size(settings: Settings) -> ArenaSize:
+    """The arena's size, as set or by default. Raises OSError."""
+    if settings.arena_size_bytes:
+        return ArenaSize(align(settings.arena_size_bytes), "as set")
+    return default_arena(settings.arena_directory)
+
+
+def ssd_size_bytes(settings: Settings, directory: Path) -> int:
+    """The size of the file in an SSD directory, as set, as it is there, or by default. Raises OSError."""
+    return align(settings.ssd_size_bytes) or ssd_bytes(existing(directory), SEGMENTS_FILE)
+
+
+def _no_arena(settings: Settings, error: OSError) -> TierFailure:
+    problem = f"cannot create the arena: {error.strerror}"
+    return TierFailure(path=str(settings.arena_directory), problem=problem)
+
+
 def open_storage(settings: Settings, files: ExitStack) -> Storage:
     """Open everything; `files` closes it.
 
@@ -73,10 +150,7 @@ def open_storage(settings: Settings, files: ExitStack) -> Storage:
     # The log of every start says this: a store with faults must not be taken for one without.
     if faults:
         log.warning("fault_injection_on data_directory=%s", settings.data_directory)
-    named = ssd_directories_of(settings)
-    if settings.ssd_copies > len(named):
-        problem = f"{settings.ssd_copies} copies need as many SSD directories, and {len(named)} is named"
-        raise InvalidConfiguration(source="ssd_copies", problem=problem)
+    check_copies(settings)
     # Looks before locks, locks before writes. Nothing is made before all of it can be made:
     #
     #     room, not half imported, not orphaned ──► data directory locked ──► SSD directories recognised
@@ -170,18 +244,16 @@ def open_arena(settings: Settings, instance_id: str) -> DramArena:
     # The memory of killed servers stays taken until somebody removes it.
     for abandoned in remove_abandoned(settings.arena_directory):
         log.warning("abandoned_arena_removed path=%s", abandoned)
-    wanted_bytes = settings.arena_size_bytes
     try:
-        default = None if wanted_bytes else default_arena(settings.arena_directory)
+        size = arena_size(settings)
     except OSError as error:
-        problem = f"cannot create the arena: {error.strerror}"
-        raise TierFailure(path=str(settings.arena_directory), problem=problem) from error
-    size_bytes = default.size_bytes if default else align(wanted_bytes)
+        raise _no_arena(settings, error) from error
+    size_bytes = size.size_bytes
     path = settings.arena_directory / ARENA_FILE_NAME.format(instance_id)
-    if default:
-        log.info("arena_sized size_bytes=%d by=%r", size_bytes, default.bound)
+    if not settings.arena_size_bytes:
+        log.info("arena_sized size_bytes=%d by=%r", size_bytes, size.bound)
     arena = DramArena(path, size_bytes, huge_pages=settings.arena_huge_pages, is_sealed=settings.arena_sealed)
-    if not default:
+    if settings.arena_size_bytes:
         _look_at_memory(size_bytes)
     return arena
 
@@ -221,7 +293,7 @@ def _size_bytes(settings: Settings, directory: Directory) -> int:
         # The directory is made private before its size is looked at.
         claim_directory(path)
         tighten(entries(path))
-        return align(settings.ssd_size_bytes) or ssd_bytes(path, SEGMENTS_FILE)
+        return ssd_size_bytes(settings, path)
     except OSError as error:
         raise DataDirectoryUnusable(path=str(path), problem=error.strerror or str(error)) from error
 

@@ -5,17 +5,21 @@ Takes the settings that `serve` takes, so that it speaks of the same directories
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from ctxcache.cli.call import CliCall, call_of
 from ctxcache.cli.config import doubts
-from ctxcache.cli.doctor import Finding, disks, machine
+from ctxcache.cli.doctor import Finding, degraded, disks, fatal, machine, ok
 from ctxcache.cli.documents import Plain, examples
 from ctxcache.cli.options import SHARED_OPTIONS
 from ctxcache.cli.settings import load_settings, taking_settings
+from ctxcache.errors import CacheError, CorruptMetadata
+from ctxcache.server.starting import Check, checks_beside
 from ctxcache.settings.config import Settings
+from ctxcache.storage.data_directory import holder
 from ctxcache.storage.opening import ssd_directories_of
 
 app = typer.Typer()
@@ -43,9 +47,15 @@ def doctor(context: typer.Context, **given: Any) -> None:
 
 
 def examine(settings: Settings, call: CliCall) -> Iterator[Finding]:
-    """Ask every probe, in the order in which a server would meet what they look at."""
+    """Ask every check of a start, and then every probe of what is there and how well it is."""
+    server, data_directory = machine.server(call)
+    pid = holder(settings.data_directory)
+    # A server that runs by these settings is not in its own way.
+    is_running = bool(pid) and _is_same(data_directory, settings.data_directory)
+    for check in checks_beside(is_running=is_running):
+        yield _checked(check, settings)
+    yield disks.metadata(settings, pid if is_running else "")
     yield from disks.modes(settings)
-    yield disks.metadata(settings)
     for directory in ssd_directories_of(settings):
         yield disks.space(settings, directory)
         yield disks.direct_io(directory)
@@ -60,12 +70,30 @@ def examine(settings: Settings, call: CliCall) -> Iterator[Finding]:
     yield machine.clock()
     yield machine.store_time(settings)
     yield machine.odd_settings(doubts(settings))
-    if settings.listen:
-        yield machine.listen_address(settings)
-    yield machine.server(call)
+    yield server
     yield machine.gpu()
     yield machine.reads_into_gpu()
     yield machine.torch()
+
+
+def _checked(check: Check, settings: Settings) -> Finding:
+    try:
+        check.run(settings)
+    except CorruptMetadata as error:
+        if settings.rebuild_metadata:
+            return degraded(check.subject, str(error), "metadata that the start makes anew", check.advice)
+        return fatal(check.subject, error, check.advice)
+    except CacheError as error:
+        return fatal(check.subject, error, check.advice)
+    return ok(check.subject, check.well, "as it is")
+
+
+def _is_same(told: str, directory: Path) -> bool:
+    """Whether the data directory that a server tells is that one."""
+    try:
+        return bool(told) and Path(told).samefile(directory)
+    except OSError:
+        return False
 
 
 def _facts(findings: list[Finding]) -> dict[str, Plain]:

@@ -1,6 +1,7 @@
 """The disks of a store.
 
-Whether the SSD files fit, how they would be read, whether the data directory opens, and how well disks are.
+How the SSD files would be read, whether the metadata opens, and how well disks are. Whether a start would be
+refused is asked of `server/starting.py`, as the start does.
 
 The probe writes only below a temporary directory of its own, which it removes. It opens a data directory only
 where one is and no server holds it. Disks speak of their health by the kernel, and by smartctl where that is
@@ -9,8 +10,6 @@ that says nothing, or says it to root alone. Each is a finding, and a disk that 
 well.
 """
 
-import errno
-import fcntl
 import json
 import mmap
 import os
@@ -24,21 +23,21 @@ from typing import Any
 from ctxcache.cli.doctor import Finding, degraded, fatal, missing, ok
 from ctxcache.cli.doctor.machine import filesystem
 from ctxcache.cli.units import human_size
-from ctxcache.errors import CacheError, CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration
-from ctxcache.format.layout import ALIGN_BYTES, SEGMENTS_FILE, align
-from ctxcache.runtime.files import check_directory, check_secret, loose, secret_refusal
-from ctxcache.settings import sizes
+from ctxcache.errors import CacheError, CorruptMetadata, DataDirectoryUnusable, InvalidConfiguration
+from ctxcache.format.layout import ALIGN_BYTES, SEGMENTS_FILE
+from ctxcache.runtime.files import check_directory, check_secret, existing, loose, secret_refusal
 from ctxcache.settings.config import Settings
-from ctxcache.storage.data_directory import DataDirectory, check_not_restoring
+from ctxcache.storage.data_directory import DataDirectory
 from ctxcache.storage.data_directory import entries as data_entries
 from ctxcache.storage.metadata.catalog import CATALOG, Catalog
 from ctxcache.storage.metadata.reading import RocksDbRecords
-from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
+from ctxcache.storage.metadata.rocksdb import RocksDbMetadata, check_lock
 from ctxcache.storage.metadata.witness import Witness
-from ctxcache.storage.opening import ssd_directories_of
-from ctxcache.storage.ssd_directories import check_not_orphaned, look
+from ctxcache.storage.opening import check_data_directory, ssd_directories_of, ssd_size_bytes
 from ctxcache.storage.ssd_directories import entries as ssd_entries
+from ctxcache.storage.ssd_directories import look
 
+REBUILD = "`ctxcache rebuild` makes it anew from what is whole"
 MOUNT = "mount what belongs there and start again"
 CHOOSE = "choose another with --data-directory or --ssd-directories"
 BLOCK = Path("/sys/dev/block")
@@ -53,27 +52,17 @@ Document = Mapping[str, Any]
 
 
 def space(settings: Settings, directory: Path) -> Finding:
-    """Would the SSD file fit."""
+    """What the SSD file takes of its filesystem."""
     name = f"space in {directory}"
     try:
         present, place = _present_bytes(directory), existing(directory)
-        needed = align(settings.ssd_size_bytes) or present or sizes.ssd_bytes(place, SEGMENTS_FILE)
+        needed = ssd_size_bytes(settings, directory)
         status = os.statvfs(place)
     except OSError as error:
-        return fatal(name, _unusable(directory, error), CHOOSE)
-    # Only the lack is needed: the blocks of the present file are allocated already.
-    free, lack_bytes = status.f_bavail * status.f_frsize, needed - present
-    if lack_bytes < 0:
-        sizes_found = f"{human_size(present)} are there and cannot shrink to {human_size(needed)}"
-        shrinking = InvalidConfiguration(source=str(directory / SEGMENTS_FILE), problem=sizes_found)
-        return fatal(name, shrinking, "leave --ssd-size-bytes out, or name a larger one")
-    if lack_bytes > free:
-        lack = CapacityExceeded(
-            tier=f"SSD {directory}", needed_bytes=lack_bytes, free_bytes=free, limit_bytes=free
-        )
-        return fatal(name, lack, "choose a smaller --ssd-size-bytes, or make room")
+        return _unknown(name, error)
+    free = human_size(status.f_bavail * status.f_frsize)
     there = f", {human_size(present)} are there" if present else ""
-    found = f"{filesystem(place)}, {human_size(free)} free; the SSD file takes {human_size(needed)}{there}"
+    found = f"{filesystem(place)}, {free} free; the SSD file takes {human_size(needed)}{there}"
     return ok(name, found, "a preallocated file")
 
 
@@ -84,7 +73,7 @@ def direct_io(directory: Path) -> Finding:
         with tempfile.TemporaryDirectory(prefix=".ctxcache-doctor-", dir=existing(directory)) as scratch:
             problem = _try_direct(Path(scratch) / "probe")
     except OSError as error:
-        return fatal(name, _unusable(directory, error), CHOOSE)
+        return _unknown(name, error)
     if problem:
         return degraded(
             name,
@@ -95,60 +84,64 @@ def direct_io(directory: Path) -> Finding:
     return ok(name, "one page was written and read back", "direct I/O around the page cache")
 
 
-def metadata(settings: Settings) -> Finding:
-    """Does the data directory open, and RocksDB in it."""
+def metadata(settings: Settings, held_by: str = "") -> Finding:
+    """Does RocksDB open in the data directory, with what it had. `held_by`: the server that has it open."""
     directory = settings.data_directory
-    if holder := _holder(directory):
+    if held_by:
         # A second process may not open this metadata, and need not: the directory serves.
-        return ok("metadata", f"{directory} is held by a running server (pid {holder})", "that server")
+        return ok("metadata", f"{directory} is held by a running server (pid {held_by})", "that server")
     try:
-        check_not_restoring(directory)
-        check_not_orphaned(directory, ssd_directories_of(settings))
-        if (directory / "FORMAT").exists():
-            with DataDirectory.open(directory) as data:
-                is_lenient = settings.ssd_missing == "serve"
-                directories = look(
-                    directory, data.instance_id, ssd_directories_of(settings), may_be_absent=is_lenient
-                )
-                ordered = [ssd.path for ssd in directories if not ssd.absence]
-                catalog = (
-                    None
-                    if directories[0].absence
-                    else Catalog(directories[0].path / CATALOG, data.instance_id)
-                )
-                opened = _look_at_metadata(data, Witness(ordered, data.instance_id), catalog)
-                absent = "; ".join(f"{ssd.path}: {ssd.absence}" for ssd in directories if ssd.absence)
-                return degraded("metadata", absent, opened.used, MOUNT) if absent else opened
-        with tempfile.TemporaryDirectory(prefix=".ctxcache-doctor-", dir=existing(directory)) as scratch:
-            RocksDbMetadata(Path(scratch)).close()
-            return ok("metadata", "RocksDB opens", f"a new data directory at {directory}")
+        check_data_directory(settings)
+        return _opened(settings, directory)
+    except CorruptMetadata as error:
+        if settings.rebuild_metadata:
+            return degraded("metadata", str(error), "metadata that the start makes anew", REBUILD)
+        return fatal("metadata", error, REBUILD)
     except CacheError as error:
         return fatal("metadata", error, "see docs/operations.md for what this failure means")
     except OSError as error:
         return fatal("metadata", _unusable(directory, error), CHOOSE)
 
 
+def _opened(settings: Settings, directory: Path) -> Finding:
+    if not (directory / "FORMAT").exists():
+        with tempfile.TemporaryDirectory(prefix=".ctxcache-doctor-", dir=existing(directory)) as scratch:
+            RocksDbMetadata(Path(scratch)).close()
+        return ok("metadata", "RocksDB opens", f"a new data directory at {directory}")
+    with DataDirectory.open(directory) as data:
+        is_lenient = settings.ssd_missing == "serve"
+        directories = look(
+            directory, data.instance_id, ssd_directories_of(settings), may_be_absent=is_lenient
+        )
+        ordered = [ssd.path for ssd in directories if not ssd.absence]
+        is_absent = bool(directories[0].absence)
+        catalog = None if is_absent else Catalog(directories[0].path / CATALOG, data.instance_id)
+        opened = _look_at_metadata(data, Witness(ordered, data.instance_id), catalog)
+    absent = "; ".join(f"{ssd.path}: {ssd.absence}" for ssd in directories if ssd.absence)
+    return degraded("metadata", absent, opened.used, MOUNT) if absent else opened
+
+
 def modes(settings: Settings) -> Iterator[Finding]:
     """May others read or change what the server has, or is to have: directories, what is in them, secrets."""
     data, directories = settings.data_directory, ssd_directories_of(settings)
     for directory in (data, *directories):
-        yield _directory_modes(directory, data_entries(data) if directory == data else ssd_entries(directory))
+        yield _directory_modes(directory, data_entries if directory == data else ssd_entries)
     for source in ("tls_key", "token_hashes", "metrics_tls_key", "metrics_token_file"):
         if (path := getattr(settings, source)) is not None:
             yield _secret_modes(source, path)
 
 
-def _directory_modes(directory: Path, inside: Iterable[Path]) -> Finding:
+def _directory_modes(directory: Path, entries: Callable[[Path], Iterable[Path]]) -> Finding:
     name = f"modes of {directory}"
     try:
         if not directory.exists():
             return ok(name, "it is not there yet", "one that is made with mode 0700")
         check_directory(directory)
-        open_to_others = loose(inside)
+        open_to_others = loose(entries(directory))
     except CacheError as error:
         return fatal(name, error, "chown and chmod it, or choose another")
     except OSError as error:
-        return fatal(name, _unusable(directory, error), CHOOSE)
+        return _unknown(name, error)
     if open_to_others:
         what = f"others have rights to {len(open_to_others)} files in it, {open_to_others[0]} among them"
         return degraded(
@@ -171,38 +164,15 @@ def _secret_modes(source: str, path: Path) -> Finding:
     return ok(name, "nobody else may read or change it", f"the file of {source}")
 
 
-def existing(path: Path) -> Path:
-    """Return the path, or what is nearest above it: where the server would create it. Raises OSError."""
-    path = path.absolute()
-    place = next(place for place in (path, *path.parents) if os.path.lexists(place))
-    if not place.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"{place} is not a directory")
-    return place
-
-
 def _look_at_metadata(data: DataDirectory, witness: Witness, catalog: Catalog | None) -> Finding:
     """Read it as a start does, which changes nothing."""
+    check_lock(data.metadata_path)
     store = RocksDbRecords(data.metadata_path, witness=witness, catalog=catalog)
     try:
         count = sum(1 for _ in store.sessions()) if store.is_there else 0
     finally:
         store.close()
     return ok("metadata", f"RocksDB opens; {count} sessions", f"the sessions in {data.path}")
-
-
-def _holder(directory: Path) -> str:
-    """Return the process id of the server that holds the directory; empty for none."""
-    try:
-        with (directory / "LOCK").open("rb") as lock:
-            try:
-                # The lock is shared, and only asks: the server's is exclusive, and two doctors do not disturb
-                # each other.
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return lock.read(32).decode(errors="replace").strip() or "unknown"
-    except OSError:
-        return ""
-    return ""
 
 
 def _try_direct(path: Path) -> str:
@@ -231,6 +201,10 @@ def _try_page(fd: int) -> str:
 def _present_bytes(directory: Path) -> int:
     file = directory / SEGMENTS_FILE
     return file.stat().st_size if file.exists() else 0
+
+
+def _unknown(name: str, error: OSError) -> Finding:
+    return missing(name, f"unknown: {error.strerror}", "nothing", "see the findings about its directory")
 
 
 def _unusable(directory: Path, error: OSError) -> DataDirectoryUnusable:

@@ -1,6 +1,6 @@
-"""The machine: memory, limits, clocks, swap, addresses, the server that is there, and GPUs for a worker.
+"""The machine: memory, limits, clocks, swap, the server that is there, and GPUs for a worker.
 
-Reads /proc and /sys, binds addresses for a moment, and changes nothing. Imports nothing that touches a
+Reads /proc and /sys, and changes nothing. Imports nothing that touches a
 device: torch is only looked for, and kvikio is asked in a process of its own with a time limit, since it may
 hang where a driver is half there. Worst case: a file that is not there, which is reported as unknown.
 """
@@ -8,7 +8,6 @@ hang where a driver is half there. Worst case: a file that is not there, which i
 import ctypes
 import os
 import resource
-import socket
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -16,17 +15,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ctxcache.cli.call import CliCall
-from ctxcache.cli.doctor import Finding, degraded, fatal, missing, ok
+from ctxcache.cli.doctor import Finding, degraded, missing, ok
 from ctxcache.cli.units import human_size
-from ctxcache.errors import CacheError, CapacityExceeded, TierFailure, Unavailable
-from ctxcache.format.layout import align
+from ctxcache.errors import CacheError, Unavailable
 from ctxcache.runtime.clock import StoreClock
 from ctxcache.runtime.memory import HUGE_PAGE_BYTES
 from ctxcache.runtime.mounts import mount_of
 from ctxcache.settings import sizes
 from ctxcache.settings.config import Settings
+from ctxcache.storage.opening import arena_size
 from ctxcache.storage.tiers.shared_memory import free_huge_bytes
-from ctxcache.wire.address import Address
 
 RDMA = Path("/sys/class/infiniband")
 ROOMY_HUGE = ("always", "within_size", "advise")
@@ -43,25 +41,14 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 def shared_memory(settings: Settings) -> Finding:
-    """Would the arena fit where it is to lie."""
+    """Where the arena is to lie, and whether it may be too much for this process."""
     name, directory = "shared memory", settings.arena_directory
     try:
-        size = _arena_size(settings)
+        size = arena_size(settings)
         free = _free_bytes(directory)
     except OSError as error:
-        failure = TierFailure(path=str(directory), problem=error.strerror or str(error))
-        return fatal(name, failure, "choose a directory on a tmpfs with --arena-directory")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        failure = TierFailure(path=str(directory), problem="no permission to create files in it")
-        return fatal(name, failure, "choose a directory on a tmpfs with --arena-directory")
+        return _unknown(name, error)
     needed, memory = size.size_bytes, sizes.memory_available()
-    if needed > free:
-        lack = CapacityExceeded(
-            tier=f"DRAM {directory}", needed_bytes=needed, free_bytes=free, limit_bytes=free
-        )
-        return fatal(
-            name, lack, "choose a smaller --arena-size-bytes, or enlarge the tmpfs (containers: --shm-size)"
-        )
     kind = filesystem(directory)
     state = (
         f"{directory} is {kind}, {human_size(free)} free; the arena takes {human_size(needed)}: {size.bound}"
@@ -86,37 +73,23 @@ def huge_pages(settings: Settings) -> Finding:
     pool = f"{lines.get('HugePages_Total', '?')} of 2 MiB reserved, {human_size(free_huge_bytes())} free"
     huge = _mount_option(settings.arena_directory, "huge")
     pages = f"{pool}; {settings.arena_directory} is mounted with huge={huge}"
-    needed = _arena_bytes(settings)
+    try:
+        needed = arena_size(settings).size_bytes
+    except OSError as error:
+        return _unknown(name, error)
     if settings.arena_huge_pages != "off" and needed % HUGE_PAGE_BYTES == 0 and needed <= free_huge_bytes():
         return ok(name, pages, f"2 MiB pages of the pool for the arena's {human_size(needed)}")
+    if huge in ROOMY_HUGE:
+        return ok(name, pages, "transparent huge pages, where the kernel has them")
     advice = (
         f"reserve {-(-needed // HUGE_PAGE_BYTES)} pages (sysctl vm.nr_hugepages) and leave "
         "--arena-huge-pages at auto: SSD reads into them are up to twice as fast"
     )
-    if settings.arena_huge_pages == "on":
-        lack = CapacityExceeded(
-            tier="huge pages",
-            needed_bytes=needed,
-            free_bytes=free_huge_bytes(),
-            limit_bytes=free_huge_bytes(),
-        )
-        return fatal(name, lack, advice)
-    if huge in ROOMY_HUGE:
-        return ok(name, pages, "transparent huge pages, where the kernel has them")
     return degraded(name, pages, "4 KiB pages", advice)
 
 
-def _arena_bytes(settings: Settings) -> int:
-    try:
-        return _arena_size(settings).size_bytes
-    except OSError:
-        return sizes.LEAST_BYTES
-
-
-def _arena_size(settings: Settings) -> sizes.ArenaSize:
-    if settings.arena_size_bytes:
-        return sizes.ArenaSize(align(settings.arena_size_bytes), "as set")
-    return sizes.default_arena(settings.arena_directory)
+def _unknown(name: str, error: OSError) -> Finding:
+    return missing(name, f"unknown: {error.strerror}", "nothing", "see the finding about the arena")
 
 
 def locked_memory(rdma: Path = RDMA) -> Finding:
@@ -259,39 +232,21 @@ def _is_synchronised() -> bool:
     return bool(state != TIME_ERROR)
 
 
-def server(call: CliCall) -> Finding:
-    """Does a server answer, and is it healthy."""
+def server(call: CliCall) -> tuple[Finding, str]:
+    """Does a server answer, and is it healthy; and the data directory that it tells, empty without one."""
     name = f"server at {call.target}"
     try:
         with call.but(None, None, min(call.timeout_s, ANSWER_TIMEOUT_S)).client() as client:
             is_healthy, stats = client.admin.health(), client.admin.stats()
     except Unavailable:
-        return missing(name, "no answer", "nothing", "start one with `ctxcache serve`")
+        return missing(name, "no answer", "nothing", "start one with `ctxcache serve`"), ""
     except CacheError as error:
-        return degraded(name, f"it fails: {error}", "nothing", "see its log")
+        return degraded(name, f"it fails: {error}", "nothing", "see its log"), ""
     answer = f"version {stats.version}, {stats.session_count} sessions, data in {stats.data_directory}"
     if not is_healthy:
-        return degraded(name, f"{answer}; it takes no work", "nothing", "it starts or drains: try again")
-    return ok(name, f"{answer}; it takes work", "that server")
-
-
-def listen_address(settings: Settings) -> Finding:
-    """Say whether the TCP address is free. A taken one is no failure: it may be the server's own."""
-    name = f"address {settings.listen}"
-    host, port = Address.of(settings.listen)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # A port in TIME_WAIT is free to a server, which binds likewise.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        return degraded(
-            name, error.strerror or str(error), "whoever listens there", "choose another with --listen"
-        )
-    return ok(name, "free", "this address, by the next server")
+        problem = f"{answer}; it takes no work"
+        return degraded(name, problem, "nothing", "it starts or drains: try again"), stats.data_directory
+    return ok(name, f"{answer}; it takes work", "that server"), stats.data_directory
 
 
 NAME_GPU, NAME_READS, NAME_TORCH = "GPU", "SSD to GPU", "torch"

@@ -186,7 +186,7 @@ class RocksDbMetadata(RocksDbRecords):
 
     def _open_for_writing(self, *, is_new: bool = False) -> None:
         # The checks come before RocksDB tidies up: a refused database is as it was.
-        _check_lock(Path(self._path))
+        check_lock(Path(self._path))
         if self._witness:
             self._witness.begin()
         if self._catalog:
@@ -656,12 +656,14 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None], _: obj
         loop.call_soon_threadsafe(call)
 
 
-def _check_lock(path: Path) -> None:
+def check_lock(path: Path) -> None:
     """Raise DataDirectoryUnusable where another process has the database, before RocksDB begins a new LOG."""
     try:
-        with os.fdopen(open_private(path / "LOCK", os.O_RDWR | os.O_CREAT), "wb") as file:
+        with os.fdopen(open_private(path / "LOCK", os.O_RDWR), "rb+") as file:
             # The lock is of RocksDB's kind, and given up at once.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return
     except BlockingIOError as error:
         raise DataDirectoryUnusable(path=str(path), problem="another process holds the metadata") from error
     except OSError as error:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import os
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from ctxcache.format.layout import ALIGN_BYTES, Slot
 from ctxcache.runtime.memory import Populate
 from ctxcache.runtime.threads import started_pool
 from ctxcache.storage.tiers.base import Range, TierRefusal
-from ctxcache.storage.tiers.shared_memory import HugePages, create_shared
+from ctxcache.storage.tiers.shared_memory import HugePages, check_shared, create_shared
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ ARENA_ID_BYTES = 16
 INLINE_COPY_BYTES = 1 << 20
 """Copies up to this size run on the event loop: about 0.2 ms, less than two thread switches are worth."""
 COPY_THREADS = 2
+BLOCK_BYTES = 512
+"""What `st_blocks` counts, whatever the filesystem's own blocks are."""
 
 
 class DramArena:
@@ -50,9 +53,7 @@ class DramArena:
         `auto` takes them where there are enough. A stale file at `path` is replaced. Raises
         InvalidConfiguration, CapacityExceeded (no room), TierFailure.
         """
-        if size_bytes % ALIGN_BYTES or size_bytes < 2 * ALIGN_BYTES:
-            problem = f"{size_bytes} B; at least {2 * ALIGN_BYTES} B, a multiple of {ALIGN_BYTES} B"
-            raise InvalidConfiguration(source="arena_size_bytes", problem=problem)
+        _check_size(size_bytes)
         # Allocated now, and not at the first touch: a full tmpfs kills a process that touches a page by
         # SIGBUS.
         self._memory = create_shared(str(path), size_bytes, huge_pages, is_sealed=is_sealed)
@@ -221,6 +222,23 @@ def _log_prefault(prefault: Populate) -> None:
         prefault.size_bytes,
         prefault.took_s,
     )
+
+
+def check_arena(path: Path, size_bytes: int, *, huge_pages: HugePages) -> None:
+    """Raise what a new arena at `path` would raise, once abandoned ones are removed. Changes nothing."""
+    _check_size(size_bytes)
+    stale_bytes = 0
+    for abandoned in path.parent.glob(ARENA_FILE_NAME.format("*")):
+        with contextlib.suppress(OSError), abandoned.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            stale_bytes += os.fstat(file.fileno()).st_blocks * BLOCK_BYTES
+    check_shared(str(path), size_bytes, huge_pages, stale_bytes=stale_bytes)
+
+
+def _check_size(size_bytes: int) -> None:
+    if size_bytes % ALIGN_BYTES or size_bytes < 2 * ALIGN_BYTES:
+        problem = f"{size_bytes} B; at least {2 * ALIGN_BYTES} B, a multiple of {ALIGN_BYTES} B"
+        raise InvalidConfiguration(source="arena_size_bytes", problem=problem)
 
 
 def remove_abandoned(directory: Path) -> list[str]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctxcache.errors import CapacityExceeded, DataDirectoryUnusable, InvalidConfiguration
-from ctxcache.format.layout import ALIGN_BYTES
-from ctxcache.runtime.files import claim_directory, open_private
+from ctxcache.format.layout import ALIGN_BYTES, SEGMENTS_FILE
+from ctxcache.runtime.files import check_directory, check_usable, claim_directory, existing, open_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,34 @@ def open_file(path: str, place: SsdPath, *, allow_direct: bool) -> tuple[int, Io
         raise
 
 
-def claim(fd: int, path: str, place: SsdPath) -> None:
+def check_file(place: SsdPath) -> None:
+    """Raise what `open_file` would raise before it changes anything. Changes nothing."""
+    path = str(Path(place.directory) / SEGMENTS_FILE)
+    try:
+        check_usable(Path(place.directory))
+        if Path(place.directory).exists():
+            check_directory(Path(place.directory))
+    except OSError as error:
+        raise DataDirectoryUnusable(path=place.directory, problem=error.strerror or str(error)) from error
+    try:
+        fd = open_private(path, os.O_RDWR)
+    except FileNotFoundError:
+        _check_room(existing(Path(place.directory)), path, place.size_bytes)
+        return
+    except OSError as error:
+        raise DataDirectoryUnusable(path=place.directory, problem=f"{path}: {error.strerror}") from error
+    try:
+        # A shared lock only asks: two that ask do not disturb each other.
+        claim(fd, path, place, fcntl.LOCK_SH)
+        _check_growth(fd, path, place)
+    finally:
+        os.close(fd)
+
+
+def claim(fd: int, path: str, place: SsdPath, kind: int = fcntl.LOCK_EX) -> None:
     """Lock the file for this server. Raises DataDirectoryUnusable."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise DataDirectoryUnusable(path=place.directory, problem=f"another server holds {path}") from error
     except OSError as error:
@@ -84,17 +108,9 @@ def claim(fd: int, path: str, place: SsdPath) -> None:
 def _allocate(fd: int, path: str, place: SsdPath) -> None:
     """Grow the file to its size, every block allocated, or leave it as it was."""
     present_bytes = os.fstat(fd).st_size
-    # Shrinking would cut slots that records name.
-    if present_bytes > place.size_bytes:
-        problem = (
-            f"the file has {present_bytes} B and cannot shrink to {place.size_bytes} B; delete it to start"
-            " empty"
-        )
-        raise InvalidConfiguration(source=path, problem=problem)
+    _check_growth(fd, path, place)
     if present_bytes == place.size_bytes:
         return
-    # The room is checked before: an attempt that fills a filesystem harms others.
-    _check_room(fd, path, place.size_bytes - present_bytes)
     try:
         os.posix_fallocate(fd, present_bytes, place.size_bytes - present_bytes)
         # Size and name are synced: without the size a power cut leaves a short file, without the name none.
@@ -108,8 +124,24 @@ def _allocate(fd: int, path: str, place: SsdPath) -> None:
         raise DataDirectoryUnusable(path=place.directory, problem=problem) from error
 
 
-def _check_room(fd: int, path: str, needed_bytes: int) -> None:
-    space = os.fstatvfs(fd)
+def _check_growth(fd: int, path: str, place: SsdPath) -> None:
+    """Raise for a file that would have to shrink, or has no room to grow."""
+    present_bytes = os.fstat(fd).st_size
+    # Shrinking would cut slots that records name.
+    if present_bytes > place.size_bytes:
+        problem = (
+            f"the file has {present_bytes} B and cannot shrink to {place.size_bytes} B; delete it to start"
+            " empty"
+        )
+        raise InvalidConfiguration(source=path, problem=problem)
+    # The room is checked before: an attempt that fills a filesystem harms others.
+    if present_bytes < place.size_bytes:
+        _check_room(fd, path, place.size_bytes - present_bytes)
+
+
+def _check_room(place: int | Path, path: str, needed_bytes: int) -> None:
+    """`place`: a descriptor or a path of the filesystem."""
+    space = os.statvfs(place)
     free_bytes = space.f_bavail * space.f_frsize
     if needed_bytes > free_bytes:
         limit_bytes = space.f_blocks * space.f_frsize

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from ctxcache.errors import CapacityExceeded, InvalidConfiguration, TierFailure
-from ctxcache.runtime.files import FILE_MODE
+from ctxcache.runtime.files import FILE_MODE, check_usable
 from ctxcache.runtime.memory import HUGE_PAGE_BYTES
 
 # The rights to the arena:
@@ -92,8 +92,8 @@ def create_shared(
     Raises InvalidConfiguration, CapacityExceeded (no room), TierFailure.
     """
     problem = "not asked for" if huge_pages == "off" else _pool_problem(size_bytes)
-    if huge_pages == "on" and size_bytes % HUGE_PAGE_BYTES:
-        raise InvalidConfiguration(source="arena_huge_pages", problem=problem)
+    if huge_pages == "on":
+        _check_pages(size_bytes)
     if huge_pages != "off":
         # A stale name of an earlier run still holds memory.
         with contextlib.suppress(OSError):
@@ -102,14 +102,46 @@ def create_shared(
     if not problem and (memory := _create_huge(size_bytes, is_sealed=is_sealed)) is not None:
         return memory
     if huge_pages == "on":
-        raise CapacityExceeded(
-            tier="huge pages",
-            needed_bytes=size_bytes,
-            free_bytes=free_huge_bytes(),
-            limit_bytes=_pool_bytes(),
-        )
+        raise _no_pages(size_bytes)
     reason = f"4 KiB pages: huge pages {problem or 'went while we asked'}"
     return _create_sealed(path, size_bytes, reason) if is_sealed else _create_file(path, size_bytes, reason)
+
+
+def check_shared(path: str, size_bytes: int, huge_pages: HugePages, *, stale_bytes: int) -> None:
+    """Raise what `create_shared` would raise. Changes nothing.
+
+    `stale_bytes`: of files that go before, which are not free yet.
+    """
+    if huge_pages == "on":
+        _check_pages(size_bytes)
+        if _pool_problem(size_bytes):
+            raise _no_pages(size_bytes)
+    if huge_pages != "off" and not _pool_problem(size_bytes):
+        return
+    directory = Path(path).parent
+    try:
+        space = os.statvfs(directory)
+        check_usable(directory)
+        _check_stale(path)
+    except OSError as error:
+        raise TierFailure(path=path, problem=f"cannot create the arena: {error.strerror}") from error
+    # A tmpfs without a bound says 0 of 0.
+    if space.f_blocks and size_bytes > space.f_bavail * space.f_frsize + stale_bytes:
+        raise _no_room(path, size_bytes, space)
+
+
+def _check_pages(size_bytes: int) -> None:
+    if size_bytes % HUGE_PAGE_BYTES:
+        raise InvalidConfiguration(source="arena_huge_pages", problem=_pool_problem(size_bytes))
+
+
+def _no_pages(size_bytes: int) -> CapacityExceeded:
+    return CapacityExceeded(
+        tier="huge pages",
+        needed_bytes=size_bytes,
+        free_bytes=free_huge_bytes(),
+        limit_bytes=_pool_bytes(),
+    )
 
 
 def unlink_all() -> None:
@@ -246,11 +278,15 @@ def _claim(fd: int, path: str) -> None:
 
 
 def _remove_stale(path: str) -> None:
+    _check_stale(path)
+    Path(path).unlink(missing_ok=True)
+
+
+def _check_stale(path: str) -> None:
+    """Raise OSError for what is not a file: not every thing of that name is ours to remove."""
     with contextlib.suppress(FileNotFoundError):
-        # Not every thing of that name is ours to remove.
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise OSError(errno.EEXIST, "something that is not a file has that name")
-        Path(path).unlink()
 
 
 def _allocate(fd: int, path: str, size_bytes: int) -> mmap.mmap:
