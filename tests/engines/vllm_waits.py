@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -90,30 +90,35 @@ class Model(torch.nn.Module):
         """Nothing: a model is known by having it."""
 
 
+def configs_of(model: Path) -> tuple[VllmConfig, KVCacheConfig]:
+    """The configuration of an engine, and that of its blocks."""
+    config = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=BLOCK_TOKENS,
+        kv_transfer_config=KVTransferConfig(kv_connector="CtxcacheConnector", kv_role="kv_both"),
+    ).create_engine_config()
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    names = [f"layers.{layer}" for layer in range(SHAPE["num_hidden_layers"])]
+    return config, KVCacheConfig(BLOCK_COUNT, [], [KVCacheGroupSpec(names, spec)])
+
+
 class Sides:
     """Both sides of a connector, and the engine between them as far as they see it."""
 
     def __init__(self, model: Path, store: ServerProcess, waits: Waits) -> None:
         self.store, self.waits = store, waits
-        config = EngineArgs(
-            model=str(model),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            block_size=BLOCK_TOKENS,
-            kv_transfer_config=KVTransferConfig(kv_connector="CtxcacheConnector", kv_role="kv_both"),
-        ).create_engine_config()
-        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
-        names = [f"layers.{layer}" for layer in range(SHAPE["num_hidden_layers"])]
-        caches = {
-            name: torch.zeros(BLOCK_COUNT, spec.page_size_bytes // 4, dtype=torch.float32) for name in names
-        }
+        config, kv_cache_config = configs_of(model)
+        (group,) = kv_cache_config.kv_cache_groups
+        names, page_bytes = group.layer_names, group.kv_cache_spec.page_size_bytes
+        caches = {name: torch.zeros(BLOCK_COUNT, page_bytes // 4, dtype=torch.float32) for name in names}
         self._model = Model(len(names))
         layers = dict(zip(names, self._model.layers, strict=True))
         config.compilation_config.static_forward_context.update(layers)
         settings = ConnectorSettings(
             target=store.target, timeout_s=TIMEOUT_S, restore_timeout_s=5 * TIMEOUT_S, durability="memory"
         )
-        kv_cache_config = KVCacheConfig(BLOCK_COUNT, [], [KVCacheGroupSpec(names, spec)])
         self.worker = worker.WorkerSide(config, kv_cache_config, settings)
         self.worker.attach(caches)
         self.scheduler = scheduler.SchedulerSide(config, kv_cache_config, settings)
@@ -437,24 +442,8 @@ def tier(
     waits = Waits()
     for module in (tiers, link):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=waits.monotonic, perf_counter=float))
-    spec: Any = SimpleNamespace(
-        config=SimpleNamespace(
-            engine_id="engine", groups=[SimpleNamespace(tokens_per_block=BLOCK_TOKENS, layer_names=["0"])]
-        ),
-        blocks_per_chunk=1,
-        kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
-    )
     with ServerProcess(tmp_path / "data") as store:
-        chunks: Any = np.ones((4, 4096), np.uint8)
-        made = CtxcacheTier(
-            spec,
-            memoryview(chunks),
-            "store",
-            engine="none",
-            directory=str(model),
-            target=store.target,
-            timeout_s=TIMEOUT_S,
-        )
+        made = tier_of(model, store.target)
         made.layouts.set_result({(0, 0): BlockLayout((1,), "none")})
         try:
             assert made.link.wait(READY_S) is LinkState.READY
@@ -468,6 +457,27 @@ def tier(
         finally:
             store.signal(signal.SIGCONT)
             made.shutdown()
+
+
+def tier_of(model: Path, target: str) -> CtxcacheTier:
+    """The tier of an engine whose workers have not said how their blocks lie."""
+    spec: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            engine_id="engine", groups=[SimpleNamespace(tokens_per_block=BLOCK_TOKENS, layer_names=["0"])]
+        ),
+        blocks_per_chunk=1,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
+    )
+    chunks: Any = np.ones((4, 4096), np.uint8)
+    return CtxcacheTier(
+        spec,
+        memoryview(chunks),
+        "store",
+        engine="none",
+        directory=str(model),
+        target=target,
+        timeout_s=TIMEOUT_S,
+    )
 
 
 KEY = OffloadKey(bytes(36))
@@ -519,3 +529,15 @@ def test_a_request_waits_once_for_a_tier_whose_store_stops(
     made.on_request_finished(request)
     assert not made._asked_s
     assert not made._waited_s
+
+
+@pytest.mark.parametrize("part", ["tier", "scheduler", "worker"])
+def test_an_engine_that_fails_to_start_leaves_no_thread(model: Path, tmp_path: Path, part: str) -> None:
+    """None of its workers has said how its blocks lie, and none ever will: nobody waits for it."""
+    with ServerProcess(tmp_path / "data") as store:
+        if part == "tier":
+            tier_of(model, store.target).shutdown()
+        else:
+            side = scheduler.SchedulerSide if part == "scheduler" else worker.WorkerSide
+            side(*configs_of(model), ConnectorSettings(target=store.target)).close()
+        assert "ctxcache-link" not in [thread.name for thread in threading.enumerate()]
