@@ -6,7 +6,7 @@ STORE_ORDER ?= -p no:randomly
 BIN := .venv/bin
 SOURCES := ctxcache gpu_worker lab tests scripts
 # Long tests first, so that none runs alone at the end.
-WORKER_TESTS := $(addprefix tests/,faults live helm lab gpu_worker stories/test_restored_turn.py)
+WORKER_TESTS := $(addprefix tests/,faults live helm lab gpu_worker stories/test_restored_turn.py newcomer/test_readme_turns.py)
 
 # Threads beside torch's own only get in each other's way on the small machines where tests run.
 export TOKENIZERS_PARALLELISM ?= false

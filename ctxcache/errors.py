@@ -182,7 +182,7 @@ class ModelFingerprintMismatch(CacheError):
 
     reason = "MODEL_FINGERPRINT_MISMATCH"
     status = "FAILED_PRECONDITION"
-    template = "{model} has fingerprint {actual}, not {expected}"
+    template = "{subject} is of {model}, not of {wanted} (fingerprint {actual!s:.12}, not {expected!s:.12})"
 
 
 class ModelProbeMismatch(CacheError):

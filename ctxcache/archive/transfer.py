@@ -154,7 +154,7 @@ class Exporter:
         if key not in self._models:
             registered = self._client.models.get(session.model)
             spec = registered.spec
-            CallerModel(spec).check(session.name, session.model_fingerprint)
+            CallerModel(spec).check(session)
             model = ArchivedModel(session.tenant, spec, registered.create_time_ns or 0, registered.probe)
             self._models[key] = len(self._models), model
             self._writer.write(MODEL, model.encode())

@@ -107,7 +107,9 @@ class TokenLeases:
         [lease] = token_lease.leases
         if lease.view.model_fingerprint != fingerprint:
             raise ModelFingerprintMismatch(
+                subject="the leased prefix",
                 model=f"models/{lease.view.model_id}",
+                wanted="the caller's model",
                 actual=lease.view.model_fingerprint.hex(),
                 expected=fingerprint.hex(),
             )

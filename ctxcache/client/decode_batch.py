@@ -367,7 +367,7 @@ def _check_alike(model: CallerModel, sessions: Sequence[SessionInfo]) -> None:
         raise InvalidArgument(field="sessions", problem=f"{len(sessions)} are not within [1, {LANES_LIMIT}]")
     first = sessions[0]
     for other in sessions:
-        model.check(other.name, other.model_fingerprint)
+        model.check(other)
         if other.layout != first.layout:
             raise InvalidArgument(
                 field="sessions", problem=f"{other.name} has another layout than {first.name}"

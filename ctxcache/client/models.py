@@ -9,7 +9,7 @@ from ctxcache.client.convert import model_to_wire, probe_from_wire
 from ctxcache.client.messages import read_forgotten, read_model_info
 from ctxcache.client.types import CallerModel, Forgotten, ModelInfo
 from ctxcache.client.wire import Wire
-from ctxcache.errors import ModelProbeMismatch
+from ctxcache.errors import ModelFingerprintMismatch, ModelProbeMismatch
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.v1 import model_pb2
 
@@ -31,7 +31,13 @@ class ModelCalls:
         registered = self._wire.call(self._wire.models.RegisterModel, request)
         # The model is compared as this process describes it: a server of another version may read it
         # otherwise.
-        own.check(registered.name, registered.fingerprint)
+        if registered.fingerprint != own.fingerprint:
+            raise ModelFingerprintMismatch(
+                f"{registered.name} is another model to {self._wire.target} than to this client",
+                model=registered.name,
+                actual=registered.fingerprint.hex(),
+                expected=own.fingerprint.hex(),
+            )
         kept = probe_from_wire(registered)
         if probe is not None and kept is not None:
             _compare(registered.name, probe, kept)

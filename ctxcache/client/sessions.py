@@ -219,7 +219,7 @@ class SessionHandle:
     def checked(self) -> SessionInfo:
         """Return `info`. Raises ModelFingerprintMismatch for a session of another model."""
         info = self.info
-        self.model.check(info.name, info.model_fingerprint)
+        self.model.check(info)
         return info
 
     # -- rows ----------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class SessionHandle:
         chosen = tuple(streams or ())
         # A model that is known to be another one is refused here; otherwise the lease compares.
         if self._info is not None:
-            self.model.check(self._info.name, self._info.model_fingerprint)
+            self.model.check(self._info)
         # A range on the wire has both ends.
         if begin != 0 and end is None:
             # The session's end now: another writer may have appended since this handle last looked.

@@ -208,11 +208,16 @@ class CallerModel:
     def __repr__(self) -> str:
         return f"CallerModel({self.name}, {self.fingerprint.hex()[:12]})"
 
-    def check(self, name: str, fingerprint: bytes) -> None:
-        """Raise ModelFingerprintMismatch if `fingerprint`, of session or model `name`, is another model's."""
-        if fingerprint != self.fingerprint:
+    def check(self, session: SessionInfo) -> None:
+        """Raise ModelFingerprintMismatch for a session of another model."""
+        if session.model_fingerprint != self.fingerprint:
+            is_same_name = session.model == self.name
             raise ModelFingerprintMismatch(
-                model=name, actual=fingerprint.hex(), expected=self.fingerprint.hex()
+                subject=session.name,
+                model=session.model,
+                wanted=f"{self.name} as this caller describes it" if is_same_name else self.name,
+                actual=session.model_fingerprint.hex(),
+                expected=self.fingerprint.hex(),
             )
 
     def specs(self, layout: Iterable[Stream]) -> dict[Stream, StreamSpec]:

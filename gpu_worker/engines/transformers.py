@@ -7,6 +7,7 @@ with a reason, and the history that the caller gives is prefilled again. When a 
 runs on its cache, the pass ends with the reason and the cache is thrown away. Worst case: a full prefill.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,6 +21,7 @@ from ctxcache.client.wire import Closing, span
 from ctxcache.errors import (
     CacheError,
     InvalidArgument,
+    ModelFingerprintMismatch,
     PositionsNotRelocatable,
     SessionNotFound,
 )
@@ -27,9 +29,10 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS, loss_nats
 from ctxcache.format.streams import TOKENS
 from gpu_worker.engines import names
+from gpu_worker.engines.reasons import Reasons
 from gpu_worker.engines.transformers_host import HostCaches
 from gpu_worker.engines.transformers_restoring import Restoring, SessionRestorer
-from gpu_worker.engines.transformers_sessions import DAMAGED, MISSES, cut, emptied, tokens_of
+from gpu_worker.engines.transformers_sessions import DAMAGED, MISSES, cut, emptied, stand_in, tokens_of
 from gpu_worker.errors import IncompleteRestore
 from gpu_worker.families.generation import (
     SINK_TOKENS,
@@ -52,6 +55,8 @@ from gpu_worker.planning.profile import Profile, StatePlace
 from gpu_worker.saving import Slice
 from gpu_worker.saving.aging import RENT_S_PER_GB_HOUR, THAW_S, Aging
 from gpu_worker.saving.per_layout import Savers
+
+log = logging.getLogger(__name__)
 
 RESTORE_TIMEOUT_S = 60.0
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -249,6 +254,7 @@ class TransformersEngine(Closing):
             recomputing=self._recomputing,
         )
         self._place = StatePlace.DRAM
+        self._misses = Reasons(log)
         self._sink_count, self._durability = sink_count, durability
         probe = probe_of(
             self._adapter, spec, lambda ids: prefill(model, DynamicCache(config=model.config), ids)
@@ -304,7 +310,7 @@ class TransformersEngine(Closing):
         SessionNotFound, ModelFingerprintMismatch, InvalidArgument(field="profile").
         """
         session = self._client.sessions.get(_name_of(session_id))
-        self._own.check(session.name, session.model_fingerprint)
+        self._own.check(session)
         (known,) = self._client.sessions.lookup([(session.name, session.model_fingerprint)])
         snapshot_tokens = 0
         if self._snapshots is not None and known.token_count:
@@ -357,8 +363,9 @@ class TransformersEngine(Closing):
 
         A session may have any name: one outside the store's alphabet is known by its digest (`names`).
         `history` is every token before the new ones, as the caller knows it; where the store has
-        less or other, it is prefilled from there. None: the session's own tokens are the history.
-        Raises InvalidArgument, ModelFingerprintMismatch, Unavailable, DeadlineExceeded. Raises
+        less or other, it is prefilled from there. None: the session's own tokens are the history. A session
+        of another model is a miss without tokens, and stays as it is: nothing of the turn is saved.
+        Raises InvalidArgument, Unavailable, DeadlineExceeded. Raises
         ModelChanged, with nothing restored or saved, when the model is not what it was when the engine was
         made.
         """
@@ -390,7 +397,7 @@ class TransformersEngine(Closing):
         failure = self.wait(session_id)
         # The last turn was not saved whole: without a given history the caller has to notice that.
         turn.miss_reason = failure.reason if failure else ""
-        session = self._open(_name_of(session_id))
+        session = self._open(_name_of(session_id), turn)
         if history and not session.token_count:
             turn.miss_reason = turn.miss_reason or SessionNotFound.reason
         history_count = session.token_count if history is None else len(history)
@@ -404,14 +411,22 @@ class TransformersEngine(Closing):
             session = self._truncate(session, cutting.recent_count, turn)
         return session, cutting.apply(known)
 
-    def _open(self, name: str) -> SessionInfo:
-        """The session of this resource name, made where there is none."""
+    def _open(self, name: str, turn: Turn) -> SessionInfo:
+        """The session of this resource name, made where there is none.
+
+        Where it is another model's it stays as it is, and the turn goes on with a stand-in, as a miss.
+        """
         try:
             session = self._client.sessions.get(name)
         except SessionNotFound:
             id_ = name.removeprefix("sessions/")
             return self._client.sessions.create(self._own, id=id_, layout=self._layout).info
-        self._own.check(session.name, session.model_fingerprint)
+        try:
+            self._own.check(session)
+        except ModelFingerprintMismatch as error:
+            turn.miss_reason = error.reason
+            self._misses.tell(name, "not used", error)
+            return stand_in(session, self._own, (TOKENS, *self._layout))
         return session
 
     def _truncate(self, session: SessionInfo, recent_count: int, turn: Turn) -> SessionInfo:
@@ -442,7 +457,7 @@ class TransformersEngine(Closing):
                 # Without a history the tokens are lost too: going on would answer another conversation.
                 if known is None:
                     raise
-                session = self._open(session.name)
+                session = self._open(session.name, turn)
         return self._nothing_restored(session)
 
     def _restore_common(

@@ -270,7 +270,7 @@ class TransformersBatchEngine(TransformersEngine):
             queued.turn.miss_reason = error.reason
             if queued.known is None or not isinstance(error, DAMAGED):
                 return self._missed(start.session, start.saved, error)
-            queued.session = self._open(queued.session.name)
+            queued.session = self._open(queued.session.name, queued.turn)
         begun = self._restore(queued.session, queued.known, queued.wanted.new_tokens, queued.turn)
         queued.start, queued.failed = begun, None
         if queued.is_restored():

@@ -3,7 +3,7 @@
 Every cut names the generation that was seen, so that it takes away no tokens of another engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ctxcache.client import CallerModel, Client
@@ -12,9 +12,11 @@ from ctxcache.errors import (
     CapacityExceeded,
     CorruptSegment,
     GenerationMismatch,
+    ModelFingerprintMismatch,
     SessionNotFound,
     TierFailure,
 )
+from ctxcache.format.streams import Stream, ranges_of
 from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
 
 # Sorts of misses, and the fate of the session's rows:
@@ -23,7 +25,7 @@ from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
 #     other misses     kept: the next turn, or another engine, may still have them
 DAMAGED = (CorruptSegment, TierFailure, ShapeMismatch, UnsupportedDtype)
 """No engine can use the store's rows: they are written again."""
-MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch)
+MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch, ModelFingerprintMismatch)
 """Errors of a read that make a miss, and never a failed turn."""
 
 
@@ -38,6 +40,21 @@ def cut(client: Client, session: SessionInfo, token_count: int) -> SessionInfo:
     if token_count == session.token_count:
         return session
     return client.sessions.open(session.name).keep_first(token_count, if_generation_match=session.generation)
+
+
+def stand_in(session: SessionInfo, model: CallerModel, layout: Iterable[Stream]) -> SessionInfo:
+    """A session of `model` without tokens, in place of `session`, which is another model's.
+
+    The store refuses every write for it: under its name and generation there are rows of the other model.
+    """
+    return replace(
+        session,
+        model=model.name,
+        model_fingerprint=model.fingerprint,
+        layout=tuple(ranges_of(layout)),
+        token_count=0,
+        salt=b"",
+    )
 
 
 def emptied(client: Client, model: CallerModel, session: SessionInfo, lost: Sequence[int]) -> SessionInfo:

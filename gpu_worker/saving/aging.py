@@ -317,7 +317,7 @@ class Aging:
         has changed it, InvalidArgument(field="kinds" | "session"), and what reading and appending raise.
         """
         streams = self._streams(kinds)
-        self._model.check(session.name, session.model_fingerprint)
+        self._model.check(session)
         now = self._client.sessions.get(session.name)
         # A session of that name was made since: it is another session.
         if now.uid != session.uid:

@@ -228,7 +228,10 @@ def _checked(hello: attachment_pb2.AttachHello) -> tuple[ModelSpec, Path]:
     spec = model_from_wire(hello.model)
     if hello.model.fingerprint and hello.model.fingerprint != spec.fingerprint():
         raise ModelFingerprintMismatch(
-            model=hello.model.name, actual=spec.fingerprint().hex(), expected=hello.model.fingerprint.hex()
+            f"{hello.model.name} has another fingerprint by its description than the hello names",
+            model=hello.model.name,
+            actual=spec.fingerprint().hex(),
+            expected=hello.model.fingerprint.hex(),
         )
     return spec, Path(hello.weights.safetensors_directory)
 

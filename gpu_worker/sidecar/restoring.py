@@ -268,7 +268,7 @@ def _read_bytes(schedule: RestoreSchedule, rows: SessionRows, share: ModelShare)
 
 
 def _check_session(session: SessionInfo, asked: RestoreOrder, attachment: Attachment) -> None:
-    attachment.model.own.check(session.name, session.model_fingerprint)
+    attachment.model.own.check(session)
     if session.token_count < asked.end:
         raise TokenRangeOutOfBounds(begin=asked.begin, end=asked.end, token_count=session.token_count)
 
@@ -320,7 +320,7 @@ def _session_to_extend(
             raise
         session_id = request.session.removeprefix("sessions/")
         session = client.sessions.create(own, id=session_id, layout=layout).info
-    own.check(session.name, session.model_fingerprint)
+    own.check(session)
     if session.token_count != request.write_offset:
         raise WriteOffsetMismatch(
             session=session.name, token_count=session.token_count, write_offset=request.write_offset

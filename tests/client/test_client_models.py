@@ -1,5 +1,6 @@
 """Calls that move rows name the caller's own model: another model's session is refused on every way."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lab.routes import Route, route_options
 
 MIB = 1 << 20
 ACCESSES: tuple[Route, ...] = ("local-socket", "local-grpc", "bulk", "grpc")
+SPEC_NAME = re.escape(OWN.name)
 OTHER_WEIGHTS = CallerModel(replace(SPEC, weights_digest="others"))
 OTHER_DTYPE = CallerModel(
     replace(
@@ -74,6 +76,11 @@ def test_another_models_session_is_refused(
             CALLS[call](client, before if is_known else "sessions/kept", other)
 
         assert caught.value.facts["expected"] == other.fingerprint.hex()
+        # The client knows the name of the caller's model, the server its fingerprint alone.
+        wanted = f"({SPEC_NAME} as this caller describes it|the caller's model)"
+        prints = f"fingerprint {OWN.fingerprint.hex()[:12]}, not {other.fingerprint.hex()[:12]}"
+        sentence = rf"sessions/kept is of {SPEC_NAME}, not of {wanted} \({prints}\)"
+        assert re.fullmatch(sentence, str(caught.value))
         after = client.sessions.get("sessions/kept")
     assert (after.generation, after.token_count) == (before.generation, before.token_count)
 

@@ -417,7 +417,11 @@ class Session:
         """Raise ModelFingerprintMismatch unless the session's state was computed by that model."""
         if expected != self.model_fingerprint:
             raise ModelFingerprintMismatch(
-                model=f"models/{self.model_id}", actual=self.model_fingerprint.hex(), expected=expected.hex()
+                subject=self.name,
+                model=f"models/{self.model_id}",
+                wanted="the caller's model",
+                actual=self.model_fingerprint.hex(),
+                expected=expected.hex(),
             )
 
     def check_range(self, begin: int, end: int) -> None:

@@ -103,7 +103,7 @@ class Lookup:
             return None
         try:
             session = client.sessions.get(name)
-            model.check(session.name, session.model_fingerprint)
+            model.check(session)
         except SessionNotFound:
             return None
         except ModelFingerprintMismatch as error:

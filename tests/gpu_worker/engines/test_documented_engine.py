@@ -1,6 +1,6 @@
-"""The blocks of Python in the documents that run an engine.
+"""The block of Python in docs/engines.md: pasted as it stands, it holds a conversation.
 
-Pasted as they stand, they hold a conversation.
+README's is in tests/newcomer.
 """
 
 import ast
@@ -32,12 +32,7 @@ class Tokenizer:
         return " ".join(map(str, token_ids))
 
 
-@pytest.mark.parametrize(
-    ("document", "block"), [("README.md", 1), ("docs/engines.md", 0)], ids=["README.md", "docs/engines.md"]
-)
-def test_the_block_runs_and_its_second_turn_restores(
-    document: str, block: int, server: ServerProcess
-) -> None:
+def test_the_block_runs_and_its_second_turn_restores(server: ServerProcess) -> None:
     """The first turn computes everything, the second finds what the first has saved."""
     model = build("llama")
     names: dict[str, Any] = {
@@ -46,9 +41,8 @@ def test_the_block_runs_and_its_second_turn_restores(
         "plan": RestorePlan.uniform(Method.KV, model.config.num_hidden_layers),
         "new_ids": list(range(5, 75)),
     }
-    name = f"documented-{Path(document).stem}"
-    source = aimed_at(blocks(ROOT / document, "python")[block], server.target)
-    code = compile(source.replace('"alice"', f'"{name}"'), document, "exec")
+    source = aimed_at(blocks(ROOT / "docs" / "engines.md", "python")[0], server.target)
+    code = compile(source.replace('"alice"', '"documented"'), "docs/engines.md", "exec")
 
     exec(code, names)  # noqa: S102  the project's own document
     first = names["turn"]

@@ -291,15 +291,29 @@ def test_learned_positions_are_prefilled_after_truncation(
     assert turn.token_ids == _fresh("opt", kept, TURNS[1])
 
 
-def test_another_models_session_is_refused(client: Client, session_id: str) -> None:
-    """State of one model is never restored into another, not even where rows have the same size."""
+@pytest.mark.parametrize("method", [Method.KV, Method.HIDDEN], ids=["same layout", "other layout"])
+def test_another_models_session_is_a_miss(
+    client: Client, session_id: str, method: Method, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays as it is, and the turn is computed: state of one model is never restored into another."""
     _turn(client, session_id, TURNS[0])
-    saved = _saved_ids(client, session_id)
+    before = client.sessions.get(f"sessions/{session_id}")
+    known = list(range(5, 40))
 
-    with pytest.raises(ModelFingerprintMismatch):
-        _turn(client, session_id, TURNS[1], name="qwen2")
+    new = _turn(client, session_id, TURNS[1], name="qwen2", method=method)
+    told = _turn(client, session_id, TURNS[1], name="qwen2", method=method, history=known)
 
-    assert _saved_ids(client, session_id) == saved
+    assert [new.token_ids, told.token_ids] == [_fresh("qwen2", h, TURNS[1]) for h in ([], known)]
+    for turn in (new, told):
+        assert (turn.miss_reason, turn.reused_token_count) == ("MODEL_FINGERPRINT_MISMATCH", 0)
+    after = client.sessions.get(before.name)
+    assert (after.uid, after.generation, after.token_count) == (
+        before.uid,
+        before.generation,
+        before.token_count,
+    )
+    assert f"{before.name} is of models/llama, not of models/qwen2 (fingerprint " in caplog.text
+    assert _turn(client, session_id, TURNS[1]).reused_token_count == before.token_count
 
 
 def test_another_model_of_the_same_id_is_refused(client: Client) -> None:

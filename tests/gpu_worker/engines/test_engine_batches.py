@@ -120,6 +120,30 @@ def test_a_session_that_is_lost_or_edited_is_computed_beside_the_others(store: S
             assert one.token_ids == _alone("llama", [[*history, *request.new_token_ids]])[0]
 
 
+def test_another_models_session_is_computed_beside_the_others(store: ServerProcess) -> None:
+    """It stays as it is, whatever its layout, and the others are restored."""
+    with ctxcache.connect(store.target) as client:
+        with _engine(client, "qwen2", Method.HIDDEN) as foreign:
+            foreign.turns(_requests(0, "foreign")[:1])
+        with _engine(client, "llama") as engine:
+            engine.turns(_requests(0, "foreign")[1:])
+        before = client.sessions.get("sessions/foreign-short")
+        with _engine(client, "llama") as engine:
+            results = engine.turns(_requests(1, "foreign"))
+        after = client.sessions.get(before.name)
+
+    assert [one.miss_reason for one in results] == ["MODEL_FINGERPRINT_MISMATCH", "", ""]
+    assert [one.reused_token_count > 0 for one in results] == [False, True, True]
+    short, *others = PROMPTS.values()
+    assert results[0].token_ids == _alone("llama", [short[1]])[0]
+    assert [one.token_ids for one in results[1:]] == [_alone("llama", prompts)[1] for prompts in others]
+    assert (after.uid, after.generation, after.token_count) == (
+        before.uid,
+        before.generation,
+        before.token_count,
+    )
+
+
 def test_replies_end_where_they_would_alone(store: ServerProcess) -> None:
     """At an end token, after as many as were asked for, or before the first."""
     prompt = PROMPTS["long"][0]

@@ -176,8 +176,9 @@ def test_rows_of_one_model_are_never_restored_into_another(
     with pytest.raises(ModelFingerprintMismatch, match="they differ in"):
         TransformersEngine(model, client, after, plan)
     other = model_spec(model, model_id=f"{session_id}-other")
-    with TransformersEngine(model, client, other, plan) as engine, pytest.raises(ModelFingerprintMismatch):
-        engine.turn(session_id, [3, 4, 5], max_new_tokens=1)
+    with TransformersEngine(model, client, other, plan) as engine:
+        turn = engine.turn(session_id, [3, 4, 5], max_new_tokens=1)
+    assert (turn.miss_reason, turn.reused_token_count) == (ModelFingerprintMismatch.reason, 0)
     with pytest.raises(ModelProbeMismatch) as refused:
         TransformersEngine(model, client, before, plan)
 
@@ -198,8 +199,9 @@ def test_packed_weights_are_another_model(client: Client, session_id: str) -> No
     with pytest.raises(ModelFingerprintMismatch, match="weights_digest"):
         TransformersEngine(packed, client, model_spec(packed, model_id=session_id), PLAN)
     other = model_spec(packed, model_id=f"{session_id}-packed")
-    with TransformersEngine(packed, client, other, PLAN) as engine, pytest.raises(ModelFingerprintMismatch):
-        engine.turn(session_id, [3], max_new_tokens=1)
+    with TransformersEngine(packed, client, other, PLAN) as engine:
+        turn = engine.turn(session_id, [3], max_new_tokens=1)
+    assert (turn.miss_reason, turn.reused_token_count) == (ModelFingerprintMismatch.reason, 0)
 
 
 def test_packed_passes_are_compared_too(client: Client, session_id: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from byte_tokenizer import TOKEN_COUNT, byte_tokenizer
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -15,28 +15,17 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 from typer.testing import CliRunner, Result
 
 from lab.demo.command import demo
 
-_SPECIAL = ["<|begin|>", "<|end|>"]
 _CONTEXT_TOKENS = 2048
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(_SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
 
 
 def _save(model: PreTrainedModel, directory: Path) -> Path:
     model.save_pretrained(directory)
-    _tokenizer().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -45,7 +34,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random Llama whose four heads share two KV heads."""
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=258,
+        vocab_size=TOKEN_COUNT,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=3,
@@ -64,7 +53,7 @@ def tiny_opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random OPT, which learns absolute positions."""
     torch.manual_seed(1)
     config = OPTConfig(
-        vocab_size=258,
+        vocab_size=TOKEN_COUNT,
         hidden_size=64,
         ffn_dim=96,
         word_embed_proj_dim=64,
@@ -82,7 +71,7 @@ def tiny_opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model of a family that is not supported."""
-    config = BloomConfig(vocab_size=258, hidden_size=32, n_layer=1, n_head=2)
+    config = BloomConfig(vocab_size=TOKEN_COUNT, hidden_size=32, n_layer=1, n_head=2)
     return _save(BloomForCausalLM(config), tmp_path_factory.mktemp("models") / "tiny-bloom")
 
 
