@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,11 +22,14 @@ import torch
 import zmq
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
-from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 import ctxcache
+from ctxcache.client.types import BlockChange, BlockNews, LookupState
+from gpu_worker.engines.link import LinkState
 from gpu_worker.engines.vllm.tier import chain_of
+from gpu_worker.engines.vllm.tier_events import StoreEvents
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import VllmEngine
 from tests.engines.stalling_proxy import StallingProxy
@@ -409,6 +413,31 @@ def test_routers_hear_what_the_store_has(
         store.start()
         until(lambda: len(router.removed) >= count)
         router.close()
+
+
+def test_a_subscription_that_begins_anew_takes_nothing_back_before_it_has_told_all() -> None:
+    """A long one comes in several messages; what is in none of them is gone, once the last one is there."""
+    link: Any = SimpleNamespace(use=lambda: None, state=LinkState.CONNECTING)
+    events = StoreEvents(link)
+    keys = [bytes([number]) * 32 for number in range(3)]
+    events.met((key, OffloadKey(key)) for key in keys)
+
+    def hear(*messages: BlockNews) -> list[tuple[tuple[bytes, ...], bool]]:
+        subscription: Any = messages
+        events._hear(subscription)
+        return [(tuple(sorted(event.keys)), event.removed) for event in events.take()]
+
+    def news(*there: bytes, is_current: bool) -> BlockNews:
+        changes = (BlockChange(key, LookupState.HIT, 1, is_in_dram=True, parent_key=b"") for key in there)
+        return BlockNews(tuple(changes), is_current)
+
+    try:
+        assert hear(news(*keys, is_current=True)) == [(tuple(keys), False)]
+        assert hear(news(keys[0], is_current=False), news(keys[1], is_current=True)) == [((keys[2],), True)]
+        # It is not met any more: nobody here knows its tokens.
+        assert hear(news(keys[0], keys[2], is_current=False)) == []
+    finally:
+        events.close()
 
 
 def test_routers_hear_what_becomes_of_chunks_while_nobody_asks(
