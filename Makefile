@@ -135,8 +135,7 @@ wheel: ## Make the wheel that people install into dist/, and print its path (nee
 	@$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/ctxcache-*.whl
 
-newcomer: ## Do in fresh environments what the documents say to install (minutes; needs pip's index)
-	@$(PYTHON) scripts/setup.py worker
+newcomer: setup ## Do in fresh environments what the documents say to install (minutes; needs pip's index)
 	$(BIN)/python -m pytest -q -rs -p no:cacheprovider -p no:randomly tests/newcomer/fresh_environments.py $(ARGS)
 
 setup: ## Make .venv, with everything (no network once it is made)

@@ -1,7 +1,8 @@
 """A handle: the session's facts as it last knew them, behind which it appends, and its caller's own model."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 from uuid import uuid4
 
@@ -79,6 +80,20 @@ def test_a_session_that_is_there_is_returned_where_it_may_be(cache: Client, name
         cache.sessions.create(OWN, id=name)
     again.delete()
     assert cache.sessions.create(OWN, id=name, exist_ok=True).info.token_count == 0
+
+
+def test_a_session_that_goes_meanwhile_is_made_anew(server: LiveServer, name: str) -> None:
+    """Whoever asks for a session gets one, beside others who delete it."""
+
+    def make_and_delete(_caller: int) -> None:
+        with ctxcache.connect(server.target) as cache:
+            for _ in range(200):
+                session = cache.sessions.create(OWN, id=name, exist_ok=True)
+                with suppress(SessionNotFound):
+                    session.delete()
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(make_and_delete, range(3)))
 
 
 def test_a_session_of_another_model_or_salt_is_not_returned(cache: Client, name: str) -> None:
