@@ -66,6 +66,9 @@ COMMANDS = {
         "doctor.command",
         "Say what this machine offers a server, what is used instead of what is missing, and what to do.",
     ),
+    "size": CommandLine(
+        "size", "Say how much DRAM and SSD so many users need, what it finds, and what it saves."
+    ),
     "simulate": CommandLine(
         "simulate",
         "Replay a trace of sessions through placement policies on a virtual clock, and say what each keeps.",

@@ -14,10 +14,12 @@ import typer
 from ctxcache.cli.documents import Output
 from ctxcache.cli.options import OutputOption
 from ctxcache.cli.units import parse_duration_s
+from ctxcache.errors import CacheError
 from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.settings.knobs.knob import parse_size_bytes
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
 from ctxcache.simulate.load import MODELS, Lie, Load, Objective, Overflow, TraceHint, objective_named
+from ctxcache.simulate.models import shape_named
 from ctxcache.simulate.study import ALL_POLICIES, Capacity
 from ctxcache.simulate.trace import BLOCK_TOKENS, ArrivalPace, names_blocks
 
@@ -32,7 +34,10 @@ class Options:
     invoked: typer.Context
     model: Annotated[
         str | None,
-        typer.Option(help="Bytes a token, window, GPUs and prefill of a model by name.", metavar="NAME"),
+        typer.Option(
+            help="Bytes a token, window, GPUs and prefill of a model by name, or by its config.json.",
+            metavar="MODEL",
+        ),
     ] = None
     context: Annotated[
         int | None, typer.Option(help="Tokens of the context window.", min=1, show_default="no bound")
@@ -373,10 +378,12 @@ class Options:
         """The load with the model that was named. Raises BadParameter."""
         if self.model is None:
             return load
-        if self.model not in MODELS:
-            problem = f"no model is named {self.model!r}; there are {', '.join(MODELS)}"
-            raise typer.BadParameter(problem, param_hint="--model")
-        return MODELS[self.model].served(load)
+        if self.model in MODELS:
+            return MODELS[self.model].served(load)
+        try:
+            return shape_named(self.model).model().served(load)
+        except CacheError as error:
+            raise typer.BadParameter(str(error), param_hint="--model") from error
 
     def _on_machine(self, load: Load, ssd_write_bytes_per_s: int | None) -> Load:
         """The load with everything else that was said. Raises BadParameter."""
