@@ -2,7 +2,8 @@
 PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?= -n auto
-STORE_ORDER ?= -p no:randomly
+# The store's tests run in an order that is drawn; the run prints its seed, and --randomly-seed=N draws it again.
+STORE_ORDER ?=
 BIN := .venv/bin
 SOURCES := ctxcache gpu_worker lab tests scripts
 # Long tests first, so that none runs alone at the end.
@@ -15,7 +16,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-random test-worker coverage wheel newcomer clean
+.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-worker coverage wheel newcomer clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,9 +71,6 @@ test-store: setup-store
 	@command -v chromium >/dev/null || echo 'NOTICE: chromium is not installed: the status page will not be looked at in a browser' >&2
 	.venv-store/bin/python -c 'import importlib.util as u, sys; sys.exit(bool(u.find_spec("torch")) and "torch is installed in .venv-store")'
 	.venv-store/bin/python -m pytest $(STORE_ORDER) $(addprefix --ignore=,$(WORKER_TESTS)) $(PYTEST_ARGS)
-
-test-random: setup-store ## Run the store's tests in an order that is drawn (ARGS="--randomly-seed=N" draws that one again)
-	@$(MAKE) test-store STORE_ORDER="$(ARGS)"
 
 coverage: setup ## Say which branches of core/ and cache/ no test of theirs or of the service takes (ten minutes; pages in build/coverage)
 	$(BIN)/python -m pytest -q -p no:randomly $(PYTEST_ARGS) --cov=ctxcache.core --cov=ctxcache.cache --cov-branch \
