@@ -1,22 +1,28 @@
 """`ctxcache session`, `model` and `hint`: what operators ask of sessions and models, and do to sessions.
 
-Each command is one call to the server, `delete` one per name; the server decides what is allowed. A command
-that changes a session prints the session as it is afterwards. A NAME is `ID` or `sessions/ID`. Engines
-register models; operators only look at them, and have those forgotten that no session uses. A hint is what
-engines say, said by hand.
+Each command is one call to the server, `delete` one for each session (`selecting`); the server decides what
+is allowed. A command that changes a session prints the session as it is afterwards. A NAME is `ID` or
+`sessions/ID`. Engines register models; operators only look at them, and have those forgotten that no session
+uses. A hint is what engines say, said by hand.
 """
 
 import enum
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from ctxcache.cli.call import CliCall, model_names, of_tenant, session_names, watched, watched_of_tenant
-from ctxcache.cli.documents import Output, examples
+from ctxcache.cli.documents import Plain, examples
+from ctxcache.cli.selecting import PAGE_SIZE, Deletion, Selection, Tally, named
 from ctxcache.cli.units import (
     check_one_of,
+    counted,
     model_name,
     parse_instant,
     parse_range,
@@ -27,6 +33,7 @@ from ctxcache.cli.units import (
 from ctxcache.client import Client
 from ctxcache.client.convert import document
 from ctxcache.client.types import HintResult, SessionInfo
+from ctxcache.errors import CacheError
 from ctxcache.settings.knobs.knob import parse_size_bytes
 
 app = typer.Typer()
@@ -49,6 +56,15 @@ IfGeneration = Annotated[
 ]
 
 
+Prefix = Annotated[str, typer.Option("--prefix", metavar="TEXT", help="Only IDs that begin so.")]
+Idle = Annotated[
+    str, typer.Option("--idle", metavar="TIME", help="Only those not accessed for so long: 15min, 2h.")
+]
+OlderThan = Annotated[
+    str, typer.Option("--older-than", metavar="TIME", help="Only those made so long ago: 12h, 30d.")
+]
+
+
 @sessions.command(
     "list",
     epilog=examples(
@@ -64,10 +80,9 @@ def list_sessions(
         str,
         typer.Option("--model", metavar="MODEL", help="Only this model's.", autocompletion=model_names),
     ] = "",
-    prefix: Annotated[str, typer.Option("--prefix", metavar="TEXT", help="Only IDs that begin so.")] = "",
-    idle: Annotated[
-        str, typer.Option("--idle", metavar="TIME", help="Only those not accessed for so long: 15min, 2h.")
-    ] = "0",
+    prefix: Prefix = "",
+    idle: Idle = "0",
+    older_than: OlderThan = "0",
     larger: Annotated[
         str,
         typer.Option("--larger", metavar="SIZE", help="Only those that take more, in both tiers: 100MiB."),
@@ -79,23 +94,18 @@ def list_sessions(
     all_: Annotated[bool, typer.Option("--all", help="List all of them.")] = False,  # noqa: FBT002  a flag
 ) -> None:
     """List sessions by name."""
-    larger_bytes = 0 if larger == "0" else parsed(parse_size_bytes, larger, "--larger")
-    idle_since = datetime.now(UTC) - parsed(parse_span, idle, "--idle")
-
-    def is_wanted(session: SessionInfo) -> bool:
-        return (
-            session.name.startswith(session_name(prefix))
-            and session.access_time <= idle_since
-            and session.dram_bytes + session.ssd_bytes >= larger_bytes
-            and pinned in (None, session.is_pinned)
-        )
-
-    # A filter is applied here, page by page: small pages would cost a call for a few names each.
-    is_filtered = bool(prefix or larger_bytes) or pinned is not None or idle != "0"
-    page_size = 1000 if all_ or is_filtered else min(limit + 1, 1000)
+    selection = Selection(
+        prefix=prefix,
+        model=model_name(model) if model else "",
+        idle=parsed(parse_span, idle, "--idle"),
+        age=parsed(parse_span, older_than, "--older-than"),
+        larger_bytes=0 if larger == "0" else parsed(parse_size_bytes, larger, "--larger"),
+        is_pinned=pinned,
+    )
+    # Small pages of a filtered list would cost a call for a few names each.
+    page_size = PAGE_SIZE if all_ or selection.is_filtered else min(limit + 1, PAGE_SIZE)
     with call.client() as client:
-        found = client.sessions.list(model_name(model) if model else "", page_size=page_size)
-        call.show_list("sessions", (one for one in found if is_wanted(one)), None if all_ else limit)
+        call.show_list("sessions", selection.sessions(client, page_size), None if all_ else limit)
 
 
 @sessions.command("show", epilog=examples("ctxcache session show chat-17"))
@@ -272,29 +282,113 @@ def demote_session(call: CliCall, name: Name) -> None:
         call.show(client.admin.demote_session(session_name(name)))
 
 
-@sessions.command("delete", epilog=examples("ctxcache session delete chat-17 --yes"))
+@sessions.command(
+    "delete",
+    epilog=examples(
+        "ctxcache session delete chat-17 --yes",
+        "ctxcache session delete --prefix user-4711- --dry-run",
+        "ctxcache session delete --older-than 30d --idle 7d --yes --output json",
+    ),
+)
 @of_tenant
 def delete_sessions(
     call: CliCall,
     names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="IDs or sessions/IDs.", show_default=False)
-    ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,  # noqa: FBT002  a flag
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME...]",
+            help="IDs or sessions/IDs.",
+            show_default=False,
+            autocompletion=session_names,
+        ),
+    ] = None,
+    *,
+    prefix: Prefix = "",
+    idle: Idle = "0",
+    older_than: OlderThan = "0",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete sessions. Asks first where a person can answer; stops at the first that fails."""
-    targets = [session_name(name) for name in names]
-    if not yes and sys.stdin.isatty():
-        typer.confirm(f"Delete {', '.join(targets)}?", abort=True, err=True)
-    deleted: list[str] = []
-    try:
-        with call.client() as client:
-            for target in targets:
-                client.sessions.open(target).delete()
-                deleted.append(target)
-    finally:
-        # Printed also when a later one failed: these sessions are gone.
-        if deleted or call.output is not Output.TABLE:
-            call.show_facts({"deleted": list(deleted)}, "\n".join(f"deleted {target}" for target in deleted))
+    """Delete sessions: those named, or all of which every given option is true.
+
+    Asks first where a person can answer; without names it needs --yes elsewhere. Goes on behind a session
+    that cannot be deleted, and ends with the first failure's exit code. After an interruption, run it again.
+
+    A deleted session is out of every answer at once. Its bytes stay in the SSD files until others are
+    written over them, its name in RocksDB's and the catalog's files until they are written anew: see
+    "What deletion leaves" in docs/security.md.
+    """
+    selection = Selection(
+        prefix=prefix,
+        idle=parsed(parse_span, idle, "--idle"),
+        age=parsed(parse_span, older_than, "--older-than"),
+    )
+    if not names and selection.is_all and not call.tenant:
+        raise typer.BadParameter("name sessions, or say which: --prefix, --older-than, --idle, --tenant")
+    can_ask = sys.stdin.isatty()
+    if not (names or yes or dry_run or can_ask):
+        raise typer.BadParameter(
+            "goes with names where nobody can answer: give --yes", param_hint="selection"
+        )
+    with call.client() as client:
+        found, unknown = named(client, [session_name(name) for name in names or ()], selection)
+
+        def wanted() -> Iterator[SessionInfo]:
+            return iter(found) if names else selection.sessions(client)
+
+        tally = Tally()
+        if dry_run or (can_ask and not yes):
+            for session in wanted():
+                tally.add(session)
+        if dry_run:
+            _show_deleted(call, tally, unknown, is_trial=True)
+        else:
+            if can_ask and not yes and tally.names:
+                few = f": {', '.join(tally.names)}" if len(tally.names) <= NAMES_ASKED else ""
+                typer.confirm(f"Delete {tally.text()}{few}?", abort=True, err=True)
+            deletion = Deletion(client, selection, failures=unknown)
+            with _progress(len(tally.names)) as deletion.on_step:
+                try:
+                    deletion.run(wanted())
+                finally:
+                    # Printed also when it is interrupted: these sessions are gone.
+                    _show_deleted(call, deletion.deleted, deletion.failures, is_trial=False)
+    if unknown:
+        sys.stdout.flush()
+        raise next(iter(unknown.values()))
+
+
+NAMES_ASKED = 3
+"""Up to so many names are in the question."""
+
+
+def _show_deleted(call: CliCall, tally: Tally, failures: Mapping[str, CacheError], *, is_trial: bool) -> None:
+    names = sorted(tally.names)
+    facts: dict[str, Plain] = {
+        "is_dry_run": is_trial,
+        "deleted": [] if is_trial else [*names],
+        "would_delete": [*names] if is_trial else [],
+        **tally.facts(),
+        "failed": [{"name": name, "reason": error.reason} for name, error in failures.items()],
+    }
+    lines = [f"{'would delete' if is_trial else 'deleted'} {tally.text()}"]
+    if len(tally.names) <= NAMES_ASKED:
+        lines = [f"{'would delete' if is_trial else 'deleted'} {name}" for name in names] or lines
+    lines += [f"not deleted: {name}: {error}" for name, error in failures.items()]
+    call.show_facts(facts, "\n".join(lines))
+
+
+@contextmanager
+def _progress(session_count: int) -> Iterator[Callable[[Tally], None]]:
+    """Say how far a deletion is, where standard error is a terminal. 0 sessions: nobody has counted them."""
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
+        task = bars.add_task("deleting", total=session_count or None)
+
+        def step(tally: Tally) -> None:
+            done = len(tally.names)
+            bars.update(task, completed=done, description=f"deleted {counted(done, 'session')}")
+
+        yield step
 
 
 models = typer.Typer(no_args_is_help=True, help="Look at registered models.")
@@ -361,7 +455,8 @@ def forget_model(
     with call.client() as client:
         gone = client.models.forget(target, weights, is_trial=dry_run)
     verb = "would forget" if dry_run else "forgot"
-    counts = f"{gone.session_count} sessions of {gone.token_count} tokens and {gone.block_count} blocks"
+    sessions, tokens = counted(gone.session_count, "session"), counted(gone.token_count, "token")
+    counts = f"{sessions} of {tokens} and {counted(gone.block_count, 'block')}"
     call.show_facts(document(gone), f"{verb} {counts} of {', '.join(gone.models)}")
 
 

@@ -29,6 +29,11 @@ def human_size(size_bytes: float) -> str:
     return f"{size_bytes:.1f} {_BINARY[-1]}"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 session`, `2,000 sessions`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def human_duration(seconds: float) -> str:
     """`59 min`: the largest unit of which there is at least one, cut down to whole ones."""
     whole = int(abs(seconds))
