@@ -108,7 +108,8 @@ ANSWERS = f'''"""Plain types of what the server answers.
 {MADE}
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ctxcache.client.open_enum import OpenEnum
 from ctxcache.format.model import ModelProbe
@@ -242,6 +243,9 @@ def _ordered(contract: _Contract) -> list[str]:
 def _hint(field: FieldDescriptorProto) -> tuple[str, str]:
     """A field's type in Python, and its default."""
     name = _type_name(field)
+    if _is_map(field):
+        # A dict has no hash: two facts that are equal have one by their other fields.
+        return "Mapping[str, str]", "field(default_factory=dict, hash=False)"
     if name in FORMAT:
         kind, member = FORMAT[name]
         default = f"{kind}.{member}"
@@ -298,6 +302,8 @@ def _reader(contract: _Contract, name: str) -> str:
 
 def _read(field: FieldDescriptorProto) -> str:
     value = f"message.{field.name}"
+    if _is_map(field):
+        return f"dict({value})"
     if _is_repeated(field):
         inner = _read_value(field, "part")
         return f"tuple({value})" if inner == "part" else f"tuple([{inner} for part in {value}])"
@@ -324,6 +330,8 @@ def _writer(contract: _Contract, name: str) -> str:
 
 def _write(contract: _Contract, field: FieldDescriptorProto) -> str:
     value = f"plain.{_plain_name(field)}"
+    if _is_map(field):
+        return value
     if _is_repeated(field):
         inner = _write_value(contract, field, "part")
         return value if inner == "part" else f"[{inner} for part in {value}]"
@@ -352,6 +360,11 @@ def _type_name(field: FieldDescriptorProto) -> str:
 
 def _is_repeated(field: FieldDescriptorProto) -> bool:
     return field.label == FieldDescriptorProto.LABEL_REPEATED
+
+
+def _is_map(field: FieldDescriptorProto) -> bool:
+    """Whether it is a map of texts, the only kind of map that messages with a plain type have."""
+    return _type_name(field) == f"{field.name.title().replace('_', '')}Entry"
 
 
 def _may_be_unset(field: FieldDescriptorProto) -> bool:

@@ -333,6 +333,7 @@ def _described(record: SessionRecord, model: ArchivedModel) -> ArchivedSession:
         ttl_ns=record.ttl_ns or 0,
         is_pinned=record.is_pinned,
         salt=record.salt,
+        labels=record.labels,
         copies=record.copies,
         contents=contents_within(record.contents, 0, ranges.whole_count(record.live)),
     )

@@ -17,7 +17,7 @@ from ctxcache import errors
 from ctxcache.archive.frames import PAYLOAD_LIMIT_BYTES
 from ctxcache.core import ranges
 from ctxcache.errors import CacheError
-from ctxcache.format.ids import MODEL_ID, SESSION_ID
+from ctxcache.format.ids import MODEL_ID, SESSION_ID, Labels, pack_labels, parse_labels
 from ctxcache.format.model import ModelProbe, ModelSpec, decode_model, decode_probe
 from ctxcache.format.streams import (
     CONTENTS_LIMIT,
@@ -36,7 +36,7 @@ from ctxcache.format.streams import (
 #     MADE   | crash count 8 | created by … |
 #     MODL   | created 8 | 4 sizes 2+2+4+4 | tenant | model id | spec | probe |
 #     SESS   | uid 16 | 6 numbers 8 | model 4 | flags 2 | 5 counts 2+4+4+4+4 | …
-#            … id | streams | live ranges | salt | contents |
+#            … id | streams | live ranges | salt | contents | labels |
 #     ROWS   | first position 8 | tokens 8 | rows of stream 0 | rows of stream 1 | … |
 #     SAME   | first position 8 | tokens 8 | number of an earlier ROWS 8 |
 #     VOID   empty
@@ -52,7 +52,7 @@ _SESSION = struct.Struct("<16sqqqqqqIHHIIII")
 _STREAM = struct.Struct("<ii")
 _RANGE = struct.Struct("<qq")
 _CONTENT = struct.Struct(f"<qq{DIGEST_BYTES}s")
-_PINNED, _HAS_COPIES = 1, 2
+_PINNED, _HAS_COPIES, _HAS_LABELS = 1, 2, 4
 _TENANT_LIMIT_BYTES = 128
 _LAYER_LIMIT = _STREAM_LIMIT = 1 << 16
 _ROW_LIMIT_BYTES = 2 << 20
@@ -122,6 +122,7 @@ class ArchivedSession:
     salt: bytes = b""
     copies: int = 1
     """Copies of each segment on SSD."""
+    labels: Labels = ()
     contents: tuple[Content, ...] = ()
     """The contents behind its tokens, in order, up to the first token that was dropped."""
 
@@ -137,7 +138,7 @@ class ArchivedSession:
             self.expire_time_ns,
             self.ttl_ns,
             model_number,
-            _PINNED * self.is_pinned | _HAS_COPIES * (self.copies > 1),
+            _PINNED * self.is_pinned | _HAS_COPIES * (self.copies > 1) | _HAS_LABELS * bool(self.labels),
             len(session_id),
             len(self.layout),
             len(self.live),
@@ -147,7 +148,8 @@ class ArchivedSession:
         streams = (_STREAM.pack(*stream) for stream in self.layout)
         live = (_RANGE.pack(*found) for found in self.live)
         contents = (_CONTENT.pack(*found) for found in self.contents)
-        return b"".join((fixed, session_id, *streams, *live, self.salt, *contents))
+        labels = pack_labels(self.labels)
+        return b"".join((fixed, session_id, *streams, *live, self.salt, *contents, labels))
 
     @cached_property
     def specs(self) -> tuple[StreamSpec, ...]:
@@ -213,7 +215,7 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
     )
     model_number, flags, name_bytes, stream_count, range_count, salt_bytes, content_count = rest
     # Flags of a later version are refused: what they mean would be lost by an import.
-    if flags & ~(_PINNED | _HAS_COPIES) or model_number >= len(models):
+    if flags & ~(_PINNED | _HAS_COPIES | _HAS_LABELS) or model_number >= len(models):
         raise ValueError("its flags or its model are none of this file")
     sizes = [
         name_bytes,
@@ -222,7 +224,11 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
         salt_bytes,
         content_count * _CONTENT.size,
     ]
-    name, streams, live, salt, contents = _split(payload, _SESSION.size, sizes)
+    # Labels are what is left, where there are any.
+    sizes.append(max(len(payload) - _SESSION.size - sum(sizes), 0) if flags & _HAS_LABELS else 0)
+    name, streams, live, salt, contents, labels = _split(payload, _SESSION.size, sizes)
+    if flags & _HAS_LABELS and not labels:
+        raise ValueError("its labels are missing")
     session = ArchivedSession(
         session_id=_matching(SESSION_ID, name),
         # Models come before sessions: a number that is not there yet is no model of this file.
@@ -239,6 +245,7 @@ def decode_session(payload: bytes, models: list[ArchivedModel]) -> ArchivedSessi
         is_pinned=bool(flags & _PINNED),
         salt=salt,
         copies=2 if flags & _HAS_COPIES else 1,
+        labels=parse_labels(labels),
         contents=tuple(Content(*content) for content in _CONTENT.iter_unpack(contents)),
     )
     if min(generation, log_end, create_ns, access_ns, expire_ns, ttl_ns) < 0:

@@ -149,6 +149,7 @@ class _Plan:
                 ttl_ns=session.ttl_ns or None,
                 is_pinned=session.is_pinned,
                 salt=session.salt,
+                labels=session.labels,
                 copies=min(session.copies, self.copies_limit),
                 contents=session.contents,
             )

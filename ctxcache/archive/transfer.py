@@ -236,6 +236,7 @@ def _describe(session: SessionInfo, model: ArchivedModel) -> ArchivedSession:
         is_pinned=session.is_pinned,
         salt=session.salt,
         copies=session.copies,
+        labels=tuple(sorted(session.labels.items())),
         contents=session.contents,
     )
 
@@ -347,6 +348,7 @@ class Importer:
             ttl=timedelta(seconds=UNFINISHED_TTL_S),
             is_pinned=is_pinned,
             salt=described.salt,
+            labels=dict(described.labels),
         )
         # A session with one copy gets as many as the store makes by itself.
         copies = described.copies if described.copies > 1 else 0

@@ -344,6 +344,7 @@ def record_of(session: Session) -> SessionRecord:
         salt=session.salt,
         contents=contents_within(session.contents, 0, end) if session.contents else (),
         copies=session.copies,
+        labels=session.labels,
         block=_block_record(session) if session.is_block else None,
     )
 

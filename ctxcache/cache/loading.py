@@ -124,6 +124,7 @@ class Reviver:
             salt=record.salt,
             contents=record.contents,
             copies=record.copies,
+            labels=record.labels,
             live=record.live,
             # The generation is at least this run's first: what the crash took back had generations too.
             generation=max(record.generation, self._state.least_generation),

@@ -34,6 +34,7 @@ from ctxcache.errors import (
     TooManyRequests,
     WriteInProgress,
 )
+from ctxcache.format.ids import Labels
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import TOKENS, StreamRange, contents_within, ranges_of
 from ctxcache.storage.metadata.base import Changes, MetadataStore
@@ -108,6 +109,7 @@ class Sessions:
         is_pinned: bool,
         salt: bytes = b"",
         copies: int = 0,
+        labels: Labels = (),
     ) -> SessionView:
         """Create an empty session; an empty id means one of our choice, 0 copies the store's setting.
 
@@ -130,7 +132,7 @@ class Sessions:
             made,
             expiration or self.default_expiration,
         )
-        session.is_pinned, session.salt = is_pinned, salt
+        session.is_pinned, session.salt, session.labels = is_pinned, salt, labels
         session.copies = copies or self._state.copies
         return await self._admit(session)
 
@@ -144,12 +146,15 @@ class Sessions:
         self._state.journal.found(LOOKUP, view, Call.GET, tokens=view.token_count)
         return view
 
-    async def list(self, tenant: str, *, after: str, model_id: str) -> AsyncGenerator[SessionView]:
+    async def list(
+        self, tenant: str, *, after: str, model_id: str, labels: Labels = ()
+    ) -> AsyncGenerator[SessionView]:
         """Sessions with ids greater than `after`, by id; of one model unless `model_id` is empty.
 
-        Others have their turn in between: what is created or deleted meanwhile may be listed or not.
+        Only those that have all of the `labels`. Others have their turn in between: what is created or
+        deleted meanwhile may be listed or not.
         """
-        now_ns = self._state.clock.now_ns()
+        now_ns, wanted = self._state.clock.now_ns(), frozenset(labels)
         # The listing goes by name and not by place: sessions that come and go move places.
         while True:
             names = self._ledger.names.ids(tenant)
@@ -160,7 +165,7 @@ class Sessions:
                 if session is None or session.expire_time_ns <= now_ns:
                     # The session has expired, and is not removed yet.
                     continue
-                if model_id in ("", session.model_id):
+                if model_id in ("", session.model_id) and wanted.issubset(session.labels):
                     self._ledger.lost.reckon(session)
                     yield session.view()
             if len(some) < NAMES_PER_TURN:
@@ -343,7 +348,7 @@ class Sessions:
         fork.log_end = max((s.end for s in fork.segments), default=0)
         fork.recorded_end = fork.durable_end = fork.log_end
         fork.path, fork.copy_path, fork.copies = source.path, source.copy_path, source.copies
-        fork.salt = source.salt
+        fork.salt, fork.labels = source.salt, source.labels
         fork.contents = contents_within(source.contents, 0, fork.whole_token_count)
         # The counts were made while others had their turns, and hold only if the kin did not change since.
         if counted is not None:
@@ -411,10 +416,11 @@ class Sessions:
             return b"".join([bytes(item.data) async for item in rows])
 
     async def _take_place(self, replaced: Session, fork: Session, source: Session) -> SessionView:
-        # The times, pins and copies belong to the name, and go on. Only the rows are others.
+        # The times, pins, copies and labels belong to the name, and go on. Only the rows are others.
         fork.create_time_ns, fork.access_time_ns = replaced.create_time_ns, replaced.access_time_ns
         fork.expiration, fork.expire_time_ns = replaced.expiration, replaced.expire_time_ns
         fork.is_pinned, fork.copies, fork.heat = replaced.is_pinned, replaced.copies, replaced.heat
+        fork.labels = replaced.labels
         # A condition on the replaced session's generation must fail from here on.
         fork.generation = replaced.generation + 1
         self._state.journal.happened(

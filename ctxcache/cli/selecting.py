@@ -4,7 +4,7 @@ A selection is applied here, to pages of the server's list. Worst case: a sessio
 under its name, between list and deletion. It is then looked at anew, and goes if it still is selected.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -34,6 +34,7 @@ class Selection:
     age: timedelta = timedelta()
     larger_bytes: int = 0
     is_pinned: bool | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
     now: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
@@ -44,7 +45,7 @@ class Selection:
     @property
     def is_filtered(self) -> bool:
         """Whether more is asked than the server filters by."""
-        return self != Selection(model=self.model, now=self.now)
+        return self != Selection(model=self.model, labels=self.labels, now=self.now)
 
     def has(self, session: SessionInfo) -> bool:
         """Whether a session is one of them."""
@@ -56,11 +57,12 @@ class Selection:
             and (not self.age or session.create_time <= self.now - self.age)
             and session.dram_bytes + session.ssd_bytes >= self.larger_bytes
             and self.is_pinned in (None, session.is_pinned)
+            and self.labels.items() <= session.labels.items()
         )
 
     def sessions(self, client: Client, page_size: int = PAGE_SIZE) -> Iterator[SessionInfo]:
         """The sessions that are meant, by name, a page at a time."""
-        return filter(self.has, client.sessions.list(self.model, page_size=page_size))
+        return filter(self.has, client.sessions.list(self.model, labels=self.labels, page_size=page_size))
 
 
 @dataclass(slots=True)

@@ -25,12 +25,13 @@ from ctxcache.cli.units import (
     counted,
     model_name,
     parse_instant,
+    parse_labels,
     parse_range,
     parse_span,
     parsed,
     session_name,
 )
-from ctxcache.client import Client
+from ctxcache.client import CallerModel, Client
 from ctxcache.client.convert import document
 from ctxcache.client.types import HintResult, SessionInfo
 from ctxcache.errors import CacheError
@@ -63,6 +64,43 @@ Idle = Annotated[
 OlderThan = Annotated[
     str, typer.Option("--older-than", metavar="TIME", help="Only those made so long ago: 12h, 30d.")
 ]
+WithLabel = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="KEY=VALUE", help="Only those with this label; repeat for more."),
+]
+
+
+@sessions.command(
+    "create",
+    epilog=examples("ctxcache session create chat-99 --model llama --label user=4711 --ttl 7d"),
+)
+@of_tenant
+def create_session(
+    call: CliCall,
+    name: Name,
+    *,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", metavar="MODEL", help="Its model.", autocompletion=model_names, show_default=False
+        ),
+    ],
+    label: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="KEY=VALUE", help="A label of it, up to 8; repeat for more."),
+    ] = None,
+    ttl: Annotated[
+        str | None,
+        typer.Option("--ttl", metavar="TIME", help="How long it lives after each access: 15min, 7d."),
+    ] = None,
+) -> None:
+    """Make an empty session, with all streams of its model."""
+    labels = parsed(parse_labels, label or (), "--label")
+    span = parsed(parse_span, ttl, "--ttl") if ttl is not None else None
+    with call.client() as client:
+        found = CallerModel(client.models.get(model_name(model)).spec)
+        session_id = name.removeprefix("sessions/")
+        call.show(client.sessions.create(found, id=session_id, labels=labels, ttl=span).info)
 
 
 @sessions.command(
@@ -71,6 +109,7 @@ OlderThan = Annotated[
         "ctxcache session list",
         "ctxcache session list --idle 2h --larger 1MiB",
         "ctxcache session list --prefix chat- --output json",
+        "ctxcache session list --label user=4711",
     ),
 )
 @watched_of_tenant
@@ -83,6 +122,7 @@ def list_sessions(
     prefix: Prefix = "",
     idle: Idle = "0",
     older_than: OlderThan = "0",
+    label: WithLabel = None,
     larger: Annotated[
         str,
         typer.Option("--larger", metavar="SIZE", help="Only those that take more, in both tiers: 100MiB."),
@@ -99,6 +139,7 @@ def list_sessions(
         model=model_name(model) if model else "",
         idle=parsed(parse_span, idle, "--idle"),
         age=parsed(parse_span, older_than, "--older-than"),
+        labels=parsed(parse_labels, label or (), "--label"),
         larger_bytes=0 if larger == "0" else parsed(parse_size_bytes, larger, "--larger"),
         is_pinned=pinned,
     )
@@ -286,7 +327,8 @@ def demote_session(call: CliCall, name: Name) -> None:
     "delete",
     epilog=examples(
         "ctxcache session delete chat-17 --yes",
-        "ctxcache session delete --prefix user-4711- --dry-run",
+        "ctxcache session delete --label user=4711 --dry-run",
+        "ctxcache session delete --prefix user-4711- --yes",
         "ctxcache session delete --older-than 30d --idle 7d --yes --output json",
     ),
 )
@@ -306,6 +348,7 @@ def delete_sessions(
     prefix: Prefix = "",
     idle: Idle = "0",
     older_than: OlderThan = "0",
+    label: WithLabel = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
@@ -322,9 +365,12 @@ def delete_sessions(
         prefix=prefix,
         idle=parsed(parse_span, idle, "--idle"),
         age=parsed(parse_span, older_than, "--older-than"),
+        labels=parsed(parse_labels, label or (), "--label"),
     )
     if not names and selection.is_all and not call.tenant:
-        raise typer.BadParameter("name sessions, or say which: --prefix, --older-than, --idle, --tenant")
+        raise typer.BadParameter(
+            "name sessions, or say which: --prefix, --label, --older-than, --idle, --tenant"
+        )
     can_ask = sys.stdin.isatty()
     if not (names or yes or dry_run or can_ask):
         raise typer.BadParameter(

@@ -59,6 +59,7 @@ def session_grid(session: SessionInfo) -> RenderableType:
         ("DRAM", human_size(session.dram_bytes)),
         ("SSD", human_size(session.ssd_bytes)),
         ("copies", str(session.copies)),
+        ("labels", _labels(session) or "none"),
         ("tenant", session.tenant),
         ("uid", session.uid),
         ("fingerprint", session.model_fingerprint.hex()),
@@ -67,7 +68,10 @@ def session_grid(session: SessionInfo) -> RenderableType:
 
 def sessions_table(sessions: Sequence[SessionInfo]) -> RenderableType:
     """Sessions, one per line."""
-    rows = table("NAME", "MODEL", ">TOKENS", ">DURABLE", "ACCESSED", "EXPIRES", "PINNED", ">DRAM", ">SSD")
+    heads = ["NAME", "MODEL", ">TOKENS", ">DURABLE", "ACCESSED", "EXPIRES", "PINNED", ">DRAM", ">SSD"]
+    # Most stores have none.
+    has_labels = any(session.labels for session in sessions)
+    rows = table(*heads, *["LABELS"] * has_labels)
     for s in sessions:
         rows.add_row(
             s.name,
@@ -79,8 +83,13 @@ def sessions_table(sessions: Sequence[SessionInfo]) -> RenderableType:
             _yes(s.is_pinned),
             human_size(s.dram_bytes),
             human_size(s.ssd_bytes),
+            *[_labels(s)] * has_labels,
         )
     return rows
+
+
+def _labels(session: SessionInfo) -> str:
+    return " ".join(f"{key}={value}" for key, value in sorted(session.labels.items()))
 
 
 def model_grid(model: ModelInfo) -> RenderableType:

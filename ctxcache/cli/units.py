@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ import typer
 
 from ctxcache.runtime.spans import trace_id_of
 
+Given = TypeVar("Given")
 Value = TypeVar("Value")
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -85,6 +86,18 @@ def parse_range(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def parse_labels(texts: Sequence[str]) -> dict[str, str]:
+    """The labels in `KEY=VALUE`, each key once. Raises ValueError."""
+    labels: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ValueError(f"{text!r} is not KEY=VALUE")
+        if labels.setdefault(key, value) != value:
+            raise ValueError(f"{key!r} is given twice, with different values")
+    return labels
+
+
 def session_name(text: str) -> str:
     """`sessions/ID` for `ID` or `sessions/ID`."""
     return text if text.startswith("sessions/") else f"sessions/{text}"
@@ -95,8 +108,8 @@ def model_name(text: str) -> str:
     return text if text.startswith("models/") else f"models/{text}"
 
 
-def parsed(parse: Callable[[str], Value], text: str, option: str) -> Value:
-    """Parse an option's text. A ValueError's sentence becomes the usage error's."""
+def parsed(parse: Callable[[Given], Value], text: Given, option: str) -> Value:
+    """Parse an option's text, or its texts. A ValueError's sentence becomes the usage error's."""
     try:
         return parse(text)
     except ValueError as error:

@@ -3,7 +3,8 @@
 Made by scripts/generate_client_types.py from proto/.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ctxcache.client.open_enum import OpenEnum
 from ctxcache.format.model import ModelProbe
@@ -255,6 +256,8 @@ class SessionFields:
     """On how many SSD directories each of its segments shall be, 1 or 2. Where one has no room, or is lost, a
     segment has one copy until there is another place.
     """
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """What its creator says of it, see CreateSessionRequest.labels. They never change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,8 @@ def _document(message: Message) -> dict[str, Any]:
 
 def _field(message: Message, field: Any) -> Any:
     value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(sorted(value.items()))
     if field.is_repeated:
         return [_value(item, field) for item in value]
     # Presence is checked before the value: an unset field reads as 0, and must be null.

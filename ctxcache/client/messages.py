@@ -131,6 +131,7 @@ def read_session_info(message: session_pb2.Session) -> types.SessionInfo:
         contents=tuple([read_content(part) for part in message.contents]),
         whole_token_count=message.whole_token_count,
         copies=message.copies,
+        labels=dict(message.labels),
     )
 
 
@@ -156,6 +157,7 @@ def write_session_info(plain: types.SessionInfo) -> session_pb2.Session:
         contents=[write_content(part) for part in plain.contents],
         whole_token_count=plain.whole_token_count,
         copies=plain.copies,
+        labels=plain.labels,
     )
 
 

@@ -61,15 +61,17 @@ class SessionCalls:
         is_pinned: bool = False,
         salt: bytes = b"",
         copies: int = 0,
+        labels: Mapping[str, str] | None = None,
         exist_ok: bool = False,
     ) -> "SessionHandle":
         """Create an empty session of `model`; an empty id lets the server choose.
 
         `layout`: the streams beside token ids that each token has a row in, by default all of the model's;
         empty for token ids alone. `salt`: up to 64 bytes; only sessions of one salt share tokens. `copies`:
-        on how many SSD directories each segment shall be, 1 or 2; 0 for the server's setting. `exist_ok`: a
-        session of this id, model and salt that is there already is returned with its tokens, and keeps its
-        layout, expiry, pin and copies. Raises SessionAlreadyExists, ModelNotFound, InvalidArgument, and with
+        on how many SSD directories each segment shall be, 1 or 2; 0 for the server's setting. `labels`: up
+        to 8 keys and values by which `list` finds it. `exist_ok`: a session of this id, model and salt that
+        is there already is returned with its tokens, and keeps its layout, expiry, pin, copies and labels.
+        Raises SessionAlreadyExists, ModelNotFound, InvalidArgument, and with
         `exist_ok` ModelFingerprintMismatch.
         """
         _check_expiration(ttl, expire_time)
@@ -84,6 +86,7 @@ class SessionCalls:
             is_pinned=is_pinned,
             salt=salt,
             copies=copies,
+            labels=labels,
         )
         while True:
             try:
@@ -128,10 +131,15 @@ class SessionCalls:
         """Return a session without counting as an access. Raises SessionNotFound."""
         return self.open(name).refresh()
 
-    def list(self, model: str = "", *, page_size: int = 0) -> Iterator[SessionInfo]:
-        """Iterate over sessions by name, all or one model's, asking for a page when one is used up."""
+    def list(
+        self, model: str = "", *, labels: Mapping[str, str] | None = None, page_size: int = 0
+    ) -> Iterator[SessionInfo]:
+        """Iterate over sessions by name, all or one model's, asking for a page when one is used up.
+
+        `labels`: only sessions that have all of these.
+        """
         # A page's token is the last name, so sessions that come or go meanwhile shift nobody.
-        request = session_pb2.ListSessionsRequest(model=model, page_size=page_size)
+        request = session_pb2.ListSessionsRequest(model=model, labels=labels, page_size=page_size)
         while True:
             page = self._wire.call(self._wire.sessions.ListSessions, request)
             yield from map(read_session_info, page.sessions)

@@ -315,6 +315,7 @@ def _fill(message: session_pb2.Session, view: SessionView, ahead_ns: int) -> Non
         constants.name, constants.uid, constants.tenant = view.name, view.uid.hex(), view.tenant
         constants.model, constants.model_fingerprint = f"models/{view.model_id}", view.model_fingerprint
         constants.salt = view.salt
+        constants.labels.update(view.labels)
     message.CopyFrom(constants)
     message.generation, message.token_count = view.generation, view.token_count
     message.durable_token_count = view.durable_token_count

@@ -72,6 +72,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             is_pinned=request.is_pinned,
             salt=validate.salt(request.salt) if request.salt else b"",
             copies=validate.within(request.copies, 0, 2, "copies"),
+            labels=validate.labels(request.labels),
         )
         return convert.session_message(view, self._clock)
 
@@ -92,6 +93,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             current().tenant,
             after=validate.page_token(request.page_token),
             model_id=validate.model_id(request.model, "model") if request.model else "",
+            labels=validate.labels(request.labels),
         )
         async with aclosing(listed) as views:
             async for view in views:

@@ -2,7 +2,7 @@
 
 import enum
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -10,7 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ctxcache.core.ledger.session import Expiration
 from ctxcache.errors import InvalidArgument
-from ctxcache.format.ids import MODEL_ID, SESSION_ID
+from ctxcache.format.ids import MODEL_ID, SESSION_ID, Labels, checked_labels
 from ctxcache.format.model import FINGERPRINT_BYTES
 from ctxcache.format.streams import (
     CONTENTS_LIMIT,
@@ -96,6 +96,16 @@ def salt(value: bytes, field: str = "salt") -> bytes:
     if len(value) > SALT_LIMIT_BYTES:
         raise InvalidArgument(field=field, problem=f"is longer than {SALT_LIMIT_BYTES} bytes")
     return value
+
+
+def labels(given: Mapping[str, str], field: str = "labels") -> Labels:
+    """Labels of a session, or those that are looked for. Raises InvalidArgument."""
+    if not given:
+        return ()
+    try:
+        return checked_labels(given.items())
+    except ValueError as error:
+        raise InvalidArgument(field=field, problem=str(error)) from error
 
 
 def contents(given: Sequence[session_pb2.ContentRange], begin: int, field: str) -> tuple[Content, ...]:

@@ -163,6 +163,26 @@ class Session(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     UID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
@@ -183,6 +203,7 @@ class Session(_message.Message):
     CONTENTS_FIELD_NUMBER: _builtins.int
     WHOLE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Resource name, `sessions/{session_id}`; the id matches [a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}."""
     uid: _builtins.str
@@ -243,6 +264,10 @@ class Session(_message.Message):
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentRange]:
         """Contents behind its tokens, in order, up to the first dropped token. Only GetSession answers with it."""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What its creator says of it, see CreateSessionRequest.labels. They never change."""
+
     def __init__(
         self,
         *,
@@ -266,10 +291,11 @@ class Session(_message.Message):
         contents: _abc.Iterable[Global___ContentRange] | None = ...,
         whole_token_count: _builtins.int = ...,
         copies: _builtins.int = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["access_time", b"access_time", "create_time", b"create_time", "expire_time", b"expire_time", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_time", b"access_time", "contents", b"contents", "copies", b"copies", "create_time", b"create_time", "dram_bytes", b"dram_bytes", "durable_token_count", b"durable_token_count", "expire_time", b"expire_time", "generation", b"generation", "is_pinned", b"is_pinned", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "name", b"name", "salt", b"salt", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant", "token_count", b"token_count", "ttl", b"ttl", "uid", b"uid", "whole_token_count", b"whole_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_time", b"access_time", "contents", b"contents", "copies", b"copies", "create_time", b"create_time", "dram_bytes", b"dram_bytes", "durable_token_count", b"durable_token_count", "expire_time", b"expire_time", "generation", b"generation", "is_pinned", b"is_pinned", "labels", b"labels", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "name", b"name", "salt", b"salt", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant", "token_count", b"token_count", "ttl", b"ttl", "uid", b"uid", "whole_token_count", b"whole_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -281,6 +307,26 @@ class CreateSessionRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SESSION_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
@@ -289,6 +335,7 @@ class CreateSessionRequest(_message.Message):
     IS_PINNED_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the new session, see Session.name. Empty: the server chooses one."""
     model: _builtins.str
@@ -317,6 +364,14 @@ class CreateSessionRequest(_message.Message):
     def ttl(self) -> _duration_pb2.Duration:
         """This long after each access: 1 s to 3650 days. A commit that comes later is SESSION_NOT_FOUND."""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Up to 8 labels, by which sessions are found: whose a session is, or what for. A key matches
+        [a-zA-Z0-9]([a-zA-Z0-9._/-]{0,61}[a-zA-Z0-9])?, a value is empty or the same without a slash. A fork has its
+        source's, and one that takes another's place has the other's. They are in no key: sessions share tokens
+        whatever their labels are.
+        """
+
     def __init__(
         self,
         *,
@@ -328,10 +383,11 @@ class CreateSessionRequest(_message.Message):
         is_pinned: _builtins.bool = ...,
         salt: _builtins.bytes = ...,
         copies: _builtins.int = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expiration", b"expiration", "expire_time", b"expire_time", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "expiration", b"expiration", "expire_time", b"expire_time", "is_pinned", b"is_pinned", "layout", b"layout", "model", b"model", "salt", b"salt", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "expiration", b"expiration", "expire_time", b"expire_time", "is_pinned", b"is_pinned", "labels", b"labels", "layout", b"layout", "model", b"model", "salt", b"salt", "session_id", b"session_id", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_expiration: _TypeAlias = _typing.Literal["expire_time", "ttl"]  # noqa: Y015
     _WhichOneofArgType_expiration: _TypeAlias = _typing.Literal["expiration", b"expiration"]  # noqa: Y015
@@ -367,9 +423,30 @@ class ListSessionsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """Most sessions to return. 0 means 50; above 1000 is taken as 1000; negative is INVALID_ARGUMENT. Fewer are
     returned where they are large: only an empty `next_page_token` says that there are no more.
@@ -378,16 +455,21 @@ class ListSessionsRequest(_message.Message):
     """`next_page_token` of an earlier call, or empty for the first page."""
     model: _builtins.str
     """Only sessions of this model, `models/{model_id}`; empty for all."""
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Only sessions that have all of these labels."""
+
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         model: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "model", b"model", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -602,7 +684,7 @@ class ForkSessionRequest(_message.Message):
     """Take the place of the session that has `session_id`, which must be at this generation: the same tokens with
     other streams. One durable step: a crash leaves the one or the other, whole. It must have the source's model,
     salt, contents and token ids, which the server compares, and none dropped where the source has none dropped.
-    The new session has another uid and a higher generation, and the other's name, times, expiry, pin and copies;
+    The new session has another uid and a higher generation, and the other's name, times, expiry, pin, copies and labels;
     `expiration` must be unset. It counts as no access. Unset: a new session.
     """
     @_builtins.property

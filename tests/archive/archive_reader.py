@@ -51,6 +51,7 @@ class Session:
     live: list[tuple[int, int]]
     salt: bytes
     copies: int
+    labels: tuple[tuple[str, ...], ...]
     contents: tuple[tuple[int, int, bytes], ...]
     rows: dict[tuple[int, int], bytearray] = field(default_factory=dict)
 
@@ -129,8 +130,11 @@ def described(payload: bytes, models: list[Model]) -> Session:
     )
     name_bytes, stream_count, range_count, salt_bytes, content_count = sizes
     sizes = [name_bytes, 8 * stream_count, 16 * range_count, salt_bytes, 48 * content_count]
-    name, streams, live, salt, contents = parts(payload, 88, sizes)
-    check(flags in range(4), "flags")
+    check(flags in range(8), "flags")
+    sizes.append(len(payload) - 88 - sum(sizes) if flags & 4 else 0)
+    name, streams, live, salt, contents, labels = parts(payload, 88, sizes)
+    check(bool(labels) == bool(flags & 4), "labels")
+    pairs = tuple(tuple(line.split("=")) for line in labels.decode("ascii").split("\n") if line)
     found = [(a, b) for a, b in struct.iter_unpack("<ii", streams)]
     check(found[0] == TOKENS, "a session")
     return Session(
@@ -148,6 +152,7 @@ def described(payload: bytes, models: list[Model]) -> Session:
         live=[(a, b) for a, b in struct.iter_unpack("<qq", live)],
         salt=salt,
         copies=1 + (flags >> 1 & 1),
+        labels=pairs,
         contents=tuple((a, b, c) for a, b, c in struct.iter_unpack("<qq32s", contents)),
         rows={stream: bytearray() for stream in found},
     )

@@ -51,6 +51,7 @@ FACTS = (
     "is_pinned",
     "salt",
     "copies",
+    "labels",
     "contents",
 )
 
@@ -177,3 +178,17 @@ def test_the_documented_bounds_are_those_of_the_reader() -> None:
     )
     for limit in limits:
         assert f"| 2^{limit.bit_length() - 1}" in DOCUMENT
+
+
+def test_labels_are_in_a_session_of_their_own_flag() -> None:
+    """One without any is written as before there were labels; one with some reads as it was written."""
+    plain = GOLDEN_SESSIONS[1].described
+    labelled = replace(plain, labels=(("app", "chat"), ("user", "4711")))
+    payload = labelled.encode(0)
+
+    assert decode_session(payload, [plain.model]) == labelled
+    assert described_by_the_document(payload, [None]).labels == labelled.labels  # type: ignore[list-item]
+    assert payload.replace(b"app=chat\nuser=4711", b"")[70:] == plain.encode(0)[70:]
+    for damaged in (payload[:-18], payload[:-1] + b"\n", payload.replace(b"app=chat\n", b"user=1\n")):
+        with pytest.raises(ValueError, match=r"label|match|key|does not"):
+            decode_session(damaged, [plain.model])

@@ -14,6 +14,7 @@ from metadata_contract import make_model, make_segment, make_session
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptMetadata
+from ctxcache.format.ids import LABEL_KEY, LABEL_VALUE, LABELS_LIMIT
 from ctxcache.format.layout import SegmentIdentity, Slot
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import Content, DType, StateKind, Stream, StreamSpec
@@ -57,6 +58,11 @@ SEGMENTS = ONE_COPY | st.builds(
     ONE_COPY,
     PLACES,
 )
+LABELS = st.dictionaries(
+    st.from_regex(LABEL_KEY, fullmatch=True),
+    st.from_regex(LABEL_VALUE, fullmatch=True),
+    max_size=LABELS_LIMIT,
+).map(lambda labels: tuple(sorted(labels.items())))
 SESSIONS = st.builds(
     SessionRecord,
     uid=st.binary(min_size=16, max_size=16),
@@ -74,12 +80,14 @@ SESSIONS = st.builds(
     ttl_ns=st.none() | INT64,
     is_pinned=st.booleans(),
     copies=st.sampled_from((1, 2)),
+    labels=LABELS,
 )
 BLOCKS = st.integers(0, 4).flatmap(
     lambda count: st.builds(
         replace,
         SESSIONS,
         layout=st.lists(STREAM, min_size=count, max_size=count).map(tuple),
+        labels=st.just(()),
         block=st.builds(
             BlockRecord,
             st.binary(min_size=32, max_size=32),
@@ -166,12 +174,16 @@ SAMPLES = {
             contents=(Content(0, 40, bytes(range(32))), Content(60, 64, bytes(32))),
         )
     ),
+    "session with labels": encode(
+        replace(make_session(segment_ids=(1, 2)), labels=(("app", ""), ("user", "4711")))
+    ),
     "segment": encode(make_segment()),
     "block": encode(
         replace(make_session(segment_ids=(3,)), block=BlockRecord(bytes(32), "blocks/a", (1, 1 << 24)))
     ),
 }
 SAMPLES |= {
+    "session with labels looked at": replace(SAMPLES["session with labels"], decode=look_at_session),
     "session looked at": replace(SAMPLES["session with contents"], decode=look_at_session),
     "segment looked at": replace(SAMPLES["segment"], decode=look_at_segment),
 }

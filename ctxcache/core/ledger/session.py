@@ -41,6 +41,7 @@ from ctxcache.errors import (
     ModelFingerprintMismatch,
     TokenRangeOutOfBounds,
 )
+from ctxcache.format.ids import Labels
 from ctxcache.format.layout import BLOCK_ROWS, SegmentLayout
 from ctxcache.format.streams import Content, contents_within
 
@@ -251,6 +252,8 @@ class Session:
     """The id of the block that this block continues; empty for none, and for a session."""
     salt: bytes = b""
     """The salt in the tokens' keys. It never changes."""
+    labels: Labels = ()
+    """What its creator says of it. They never change."""
     contents: tuple[Content, ...] = ()
     """The contents behind the first tokens, in order, up to the first token that was dropped."""
     exposed_begin: int | None = None
@@ -569,6 +572,7 @@ class Session:
             durable_bytes=amounts.durable_bytes,
             live=self.live,
             salt=self.salt,
+            labels=self.labels,
             contents=self.contents,
         )
 
@@ -596,6 +600,7 @@ class SessionView(NamedTuple):
     durable_bytes: int
     live: Ranges = ()
     salt: bytes = b""
+    labels: Labels = ()
     contents: tuple[Content, ...] = ()
 
     @property

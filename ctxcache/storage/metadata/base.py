@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ctxcache.format.ids import Labels
 from ctxcache.format.layout import SEGMENT_TOKENS, SegmentIdentity, Slot
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import Content, Stream
@@ -137,6 +138,8 @@ class SessionRecord:
     """The contents behind its tokens, in order; none behind the first token that was dropped."""
     copies: int = 1
     """How many SSD paths each of its segments shall be on, 1 or 2."""
+    labels: Labels = ()
+    """What its creator says of it."""
 
 
 class Kind(NamedTuple):

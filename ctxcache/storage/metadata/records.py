@@ -18,6 +18,7 @@ every version, so that a newer record is told apart from a damaged one.
     segment  fixed part | tenant | keys, 32 bytes each | of one with a copy: path number u32 | offset u64
     session  fixed part | tenant | session id | model id | (layer i32, kind i32)... | ids u64...
              | (begin i64, end i64)... | salt | (begin i64, end i64, digest 32)...
+             of one with labels also: key=value in lines, to the end
              of a block also: space 32 | parent's id length u16 | parent's id | size i32 of each part
     model    JSON object; its probe, if any, in base64
     commit   sequence u64 | session count u64 | XOR of all session values' checksums u64
@@ -42,6 +43,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from ctxcache.errors import CorruptMetadata
+from ctxcache.format.ids import Labels, pack_labels, parse_labels
 from ctxcache.format.layout import SegmentIdentity, Slot
 from ctxcache.format.model import ModelSpec, decode_probe
 from ctxcache.format.streams import DIGEST_BYTES, Content, DType, StateKind, Stream, StreamSpec
@@ -109,6 +111,7 @@ _IS_PINNED = 1
 _HAS_TTL = 2
 _IS_BLOCK = 4
 _HAS_COPIES = 8
+_HAS_LABELS = 16
 _BLOCK = struct.Struct("<32sH")
 Record = TypeVar("Record")
 
@@ -168,9 +171,9 @@ def encode_session(record: SessionRecord) -> bytes:
     """Pack the value kept under `session_key`. Raises struct.error for a number out of its range."""
     names = [name.encode() for name in (record.tenant, record.session_id, record.model_id)]
     block = record.block
-    # Most records have one copy and no block, and take no byte for either.
+    # Most records have one copy, no block and no labels, and take no byte for any of them.
     flags = _IS_PINNED * record.is_pinned | _HAS_TTL * (record.ttl_ns is not None) | _IS_BLOCK * bool(block)
-    flags |= _HAS_COPIES * (record.copies > 1)
+    flags |= _HAS_COPIES * (record.copies > 1) | _HAS_LABELS * bool(record.labels)
     fixed = _SESSION.pack(
         record.generation,
         record.log_end,
@@ -191,8 +194,8 @@ def encode_session(record: SessionRecord) -> bytes:
     segment_ids = struct.pack(f"<{len(record.segment_ids)}Q", *record.segment_ids)
     live = struct.pack(f"<{2 * len(record.live)}q", *chain.from_iterable(record.live))
     contents = [_CONTENT.pack(*content) for content in record.contents] if record.contents else []
-    # A block's part comes last: the record of a session has none.
-    besides = b"" if block is None else _packed_block(block)
+    # A block's part comes last, or a session's labels: a block has none.
+    besides = pack_labels(record.labels) if block is None else _packed_block(block)
     parts = [fixed, *names, *streams, segment_ids, live, record.salt, *contents, besides]
     return _seal(session_key(record.uid), b"".join(parts))
 
@@ -215,7 +218,7 @@ def keep_sessions(keys: list[bytes], values: list[bytes], kinds: dict[object, Ki
     """
     verify(keys, values)
     heads = _heads(keys, values, _SESSION_HEAD)
-    is_plain = heads["flags"] & ~np.uint8(_HAS_TTL) == 0
+    is_plain = heads["flags"] & ~np.uint8(_HAS_TTL | _HAS_LABELS) == 0
     others: list[tuple[bytes, object]] = []
     if not is_plain.all():
         plain = is_plain.tolist()
@@ -236,7 +239,10 @@ def keep_sessions(keys: list[bytes], values: list[bytes], kinds: dict[object, Ki
     live_ends = live_begins + lengths["ranges"] * _RANGE.size
     ends = live_ends + lengths["salt"] + lengths["contents"] * _CONTENT.size + _CHECKSUM.size
     sizes = np.fromiter(map(len, values), np.int64, len(values))
-    for i in np.flatnonzero(sizes != ends)[:1].tolist():
+    # Labels are what is left. They are read when the session comes to be known.
+    has_labels = heads["flags"] & np.uint8(_HAS_LABELS) != 0
+    is_whole = np.where(has_labels, sizes > ends, sizes == ends)
+    for i in np.flatnonzero(~is_whole)[:1].tolist():
         raise _corrupt(keys[i], f"its body does not parse: {sizes[i]} bytes where {ends[i]} are announced")
     # Columns become lists once: indexing an array for each value would cost more than all the rest.
     at = [
@@ -577,16 +583,19 @@ def _read_session(key: bytes, body: bytes) -> SessionRecord:
         is_pinned=bool(flags & _IS_PINNED),
         salt=salt,
         contents=tuple([Content(*content) for content in _CONTENT.iter_unpack(contents)]),
-        block=_read_block(body[end:], stream_count, is_there=bool(flags & _IS_BLOCK)),
+        block=_read_block(body[end:], stream_count) if flags & _IS_BLOCK else None,
         copies=2 if flags & _HAS_COPIES else 1,
+        labels=() if flags & _IS_BLOCK else _read_labels(body[end:], is_there=bool(flags & _HAS_LABELS)),
     )
 
 
-def _read_block(body: bytes, part_count: int, *, is_there: bool) -> BlockRecord | None:
-    if not is_there:
-        if body:
-            raise ValueError(f"{len(body)} bytes more than are announced")
-        return None
+def _read_labels(body: bytes, *, is_there: bool) -> Labels:
+    if is_there != bool(body):
+        raise ValueError(f"{len(body)} bytes of labels, and {'some' if is_there else 'none'} are announced")
+    return parse_labels(body)
+
+
+def _read_block(body: bytes, part_count: int) -> BlockRecord:
     space, parent_bytes = _BLOCK.unpack_from(body)
     parent, sizes = _split(body[_BLOCK.size :], (parent_bytes, 4 * part_count))
     return BlockRecord(space, parent.decode(), struct.unpack(f"<{part_count}i", sizes))
