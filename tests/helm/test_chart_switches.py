@@ -181,6 +181,49 @@ def test_a_platform_that_assigns_users_is_let() -> None:
     assert main["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
+@pytest.mark.parametrize(
+    ("case", "switches", "paths"),
+    [
+        ("default", [], None),
+        ("default", ['store={"shareWithNode":{"enabled":true}}'], ["/run/ctxcache"]),
+        (
+            "node-local",
+            [],
+            [
+                "/var/lib/ctxcache",
+                "/run/ctxcache",
+                "/var/lib/ctxcache-ssd/nvme0",
+                "/var/lib/ctxcache-ssd/nvme1",
+            ],
+        ),
+        ("node-local", ["store.ownHostPaths=false"], None),
+        # Such a platform assigns a user that nobody knows here.
+        ("platform", ['store.shareWithNode={"enabled":true}', "store.ownHostPaths=true"], None),
+    ],
+)
+def test_directories_of_the_node_become_the_stores(
+    case: str, switches: list[str], paths: list[str] | None
+) -> None:
+    """By root with one capability, before the store starts; other containers of that sort come behind."""
+    own = 'store.initContainers=[{"name":"own","image":"own"}]'
+    containers = store_pod(objects(render(case, *switches, own)))["initContainers"]
+    assert containers[-1]["name"] == "own"
+    assert len(containers) == (1 if paths is None else 2)
+    if paths is not None:
+        first = containers[0]
+        assert first["command"][:2] == ["chown", "10001:10001"]
+        assert sorted(first["command"][2:]) == sorted(paths)
+        assert sorted(mount["mountPath"] for mount in first["volumeMounts"]) == sorted(paths)
+        assert first["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+
+
+def test_a_workers_directory_becomes_the_workers() -> None:
+    """Unless it is root itself."""
+    worker = pod_of(only(objects(render("default", 'worker={"enabled":true}')), "DaemonSet"))
+    assert worker["initContainers"][0]["command"] == ["chown", "10001:10001", "/run/ctxcache-worker"]
+    assert "initContainers" not in pod_of(objects(render("node-local"))["DaemonSet", "cache-ctxcache-worker"])
+
+
 def test_claims_that_are_there_are_taken() -> None:
     """And none is made in their place."""
     found = objects(render("platform"))
@@ -424,6 +467,7 @@ def test_notes_warn(case: str, tmp_path: Path) -> None:
     assert ("host paths are used" in notes) == (case == "node-local")
     assert ("nothing is backed up" in notes) == (case == "default")
     assert ("nobody reads metrics" in notes) == (case == "default")
+    assert "no public registry has" in notes
 
 
 def _notes(case: str, tmp_path: Path) -> str:

@@ -153,3 +153,36 @@ app.kubernetes.io/component: backup
 {{- define "ctxcache.metricsSecretName" -}}
 {{- if .Values.metrics.tls.secretName }}{{ .Values.metrics.tls.secretName }}{{ else }}{{ include "ctxcache.tlsSecretName" . }}{{ end -}}
 {{- end }}
+
+{{/* A container that gives mounted directories of the node to a pod's user: `owned` are volumes and where they lie. */}}
+{{- define "ctxcache.ownHostPaths" -}}
+- name: own-host-paths
+  image: {{ .image }}
+  imagePullPolicy: {{ .pull }}
+  command:
+    - chown
+    - {{ printf "%v:%v" (int64 .security.runAsUser) (int64 (.security.runAsGroup | default .security.runAsUser)) | quote }}
+    {{- range .owned }}
+    - {{ . }}
+    {{- end }}
+  securityContext:
+    runAsUser: 0
+    runAsGroup: 0
+    runAsNonRoot: false
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities:
+      drop: [ALL]
+      add: [CHOWN]
+  resources:
+    requests:
+      cpu: 10m
+      memory: 16Mi
+    limits:
+      memory: 64Mi
+  volumeMounts:
+    {{- range $volume, $path := .owned }}
+    - name: {{ $volume }}
+      mountPath: {{ $path }}
+    {{- end }}
+{{- end }}

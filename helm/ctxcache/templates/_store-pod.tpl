@@ -53,9 +53,27 @@ spec:
           {{- include "ctxcache.storeSelector" . | nindent 10 }}
     {{- end }}
   {{- end }}
-  {{- with .Values.store.initContainers }}
+  {{- $isDaemonSet := eq .Values.store.kind "DaemonSet" }}
+  {{- $owned := dict }}
+  {{- if and .Values.store.ownHostPaths .Values.store.podSecurityContext.runAsUser }}
+  {{- if .Values.store.shareWithNode.enabled }}
+  {{- $_ := set $owned "sockets" "/run/ctxcache" }}
+  {{- end }}
+  {{- if $isDaemonSet }}
+  {{- $_ := set $owned "data" "/var/lib/ctxcache" }}
+  {{- range .Values.store.ssd }}
+  {{- $_ := set $owned (printf "ssd-%s" .name) (printf "/var/lib/ctxcache-ssd/%s" .name) }}
+  {{- end }}
+  {{- end }}
+  {{- end }}
+  {{- if or $owned .Values.store.initContainers }}
   initContainers:
+    {{- if $owned }}
+    {{- include "ctxcache.ownHostPaths" (dict "image" (include "ctxcache.image" .) "pull" .Values.image.pullPolicy "security" .Values.store.podSecurityContext "owned" $owned) | nindent 4 }}
+    {{- end }}
+    {{- with .Values.store.initContainers }}
     {{- toYaml . | nindent 4 }}
+    {{- end }}
   {{- end }}
   containers:
     - name: store
