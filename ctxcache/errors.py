@@ -225,6 +225,14 @@ class SessionInUse(CacheError):
     template = "{session} is read, or somebody waits for it"
 
 
+class ModelInUse(CacheError):
+    """Sessions are of the model; it stays as it is."""
+
+    reason = "MODEL_IN_USE"
+    status = "FAILED_PRECONDITION"
+    template = "{model} has {session_count} {sessions}: delete what is of it first"
+
+
 class EngineTakenOver(CacheError):
     """Another stream publishes this engine's queue now; this one has it no longer."""
 

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from dataclasses import replace
 
 from ctxcache.cache.state import STEP_BY_STEP, Pace, State
-from ctxcache.errors import InvalidArgument, TooManyRequests
+from ctxcache.errors import ModelInUse, TooManyRequests
 from ctxcache.format.model import ModelProbe, ModelSpec, mismatch
 from ctxcache.storage.metadata.base import Changes, MetadataStore, ModelRecord, streams_texts
 
@@ -97,11 +97,12 @@ class Models:
         return self._state.model(tenant, model_id)
 
     async def delete(self, tenant: str, model_id: str) -> None:
-        """Forget a model that no session is of. Raises ModelNotFound, InvalidArgument, TierFailure."""
+        """Forget a model that no session is of. Raises ModelNotFound, ModelInUse, TierFailure."""
         self._state.model(tenant, model_id)
         # In one step with the removal: a session of it cannot be made between.
         if count := self._state.ledger.names.model_count(tenant, model_id):
-            raise InvalidArgument(field="name", problem=f"{count} sessions are of models/{model_id}")
+            sessions = "session" if count == 1 else "sessions"
+            raise ModelInUse(model=f"models/{model_id}", session_count=count, sessions=sessions)
         # Deleting needs no room, and is what makes some.
         self._metadata.check(is_growing=False)
         self._state.remove_model(tenant, model_id)

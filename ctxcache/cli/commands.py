@@ -29,6 +29,7 @@ from typer.main import get_group
 
 from ctxcache.cli.documents import Output
 from ctxcache.cli.failures import ExitCode, UsageFailure, asked_output
+from ctxcache.settings.words import plain_words
 
 
 class CommandLine(NamedTuple):
@@ -42,30 +43,48 @@ class CommandLine(NamedTuple):
 
 
 COMMANDS = {
-    "session": CommandLine("sessions", "Look at sessions and change them."),
-    "model": CommandLine("sessions", "Look at registered models."),
-    "tier": CommandLine("operations", "Look at tiers, and take SSD paths out of use."),
-    "lease": CommandLine("operations", "Look at leases, which keep bytes in memory, and end them."),
-    "quota": CommandLine("operations", "Look at tenants' shares and change them."),
-    "hint": CommandLine("sessions", "Give hints, and look at engines' queues."),
-    "prefix": CommandLine("prefixes", "Look for prompts by tokens, and at what sessions share."),
-    "trace": CommandLine("trace", "Record what a store is asked, and ask it of another."),
-    "fault": CommandLine("operations", "Inject faults into a server for tests."),
-    "config": CommandLine("config", "Look at settings, and change them."),
-    "token": CommandLine("tokens", "Make tokens for clients."),
+    # In the order of --help: what is used every day comes first.
     "serve": CommandLine("serve", "Run the server until SIGTERM or Ctrl-C."),
-    "rebuild": CommandLine(
-        "rebuild",
-        "Make damaged or deleted metadata anew from the SSD directories, while no server runs.",
-    ),
-    "verify": CommandLine(
-        "verify",
-        "Verify every record and every segment, in memory as on SSD; sessions end before what is bad.",
-    ),
     "doctor": CommandLine(
         "doctor.command",
         "Say what this machine offers a server, what is used instead of what is missing, and what to do.",
     ),
+    "stats": CommandLine("stats", "Show what the server holds and has done since it started."),
+    "top": CommandLine(
+        "top",
+        "Show what goes on: tiers, hit rates, calls and how long they take, who is busy, what needs a look.",
+    ),
+    "session": CommandLine("sessions", "Look at sessions and change them."),
+    "model": CommandLine("sessions", "Look at registered models."),
+    "why-miss": CommandLine(
+        "stats",
+        "Say why a session is not there, or has less than was stored; or what a request missed, and why.",
+    ),
+    "health": CommandLine(
+        "stats", "Say whether the server takes work, as probes ask it; exits with 6 where it does not."
+    ),
+    "export": CommandLine(
+        "transfers", "Write sessions to a file that `import` reads, for this store or another."
+    ),
+    "import": CommandLine("transfers", "Bring in sessions that `export` wrote: each whole, or not at all."),
+    "drain": CommandLine("operations", "Take no more work, and write everything: before a node goes."),
+    "verify": CommandLine(
+        "verify",
+        "Verify every record and every segment, in memory as on SSD; sessions end before what is bad.",
+    ),
+    "rebuild": CommandLine(
+        "rebuild",
+        "Make damaged or deleted metadata anew from the SSD directories, while no server runs.",
+    ),
+    "config": CommandLine("config", "Look at settings, and change them."),
+    "token": CommandLine("tokens", "Make tokens for clients."),
+    "tenants": CommandLine("stats", "Show what each tenant has, and what is its share."),
+    "quota": CommandLine("operations", "Look at tenants' shares and change them."),
+    "tier": CommandLine("operations", "Look at tiers, and take SSD paths out of use."),
+    "lease": CommandLine("operations", "Look at leases, which keep bytes in memory, and end them."),
+    "hint": CommandLine("sessions", "Give hints, and look at engines' queues."),
+    "prefix": CommandLine("prefixes", "Look for prompts by tokens, and at what sessions share."),
+    "trace": CommandLine("trace", "Record what a store is asked, and ask it of another."),
     "size": CommandLine(
         "size", "Say how much DRAM and SSD so many users need, what it finds, and what it saves."
     ),
@@ -73,25 +92,8 @@ COMMANDS = {
         "simulate",
         "Replay a trace of sessions through placement policies on a virtual clock, and say what each keeps.",
     ),
-    "top": CommandLine(
-        "top",
-        "Show what goes on: tiers, hit rates, calls and how long they take, who is busy, what needs a look.",
-    ),
-    "drain": CommandLine("operations", "Take no more work, and write everything: before a node goes."),
-    "export": CommandLine(
-        "transfers", "Write sessions to a file that `import` reads, for this store or another."
-    ),
-    "import": CommandLine("transfers", "Bring in sessions that `export` wrote: each whole, or not at all."),
-    "stats": CommandLine("stats", "Show what the server holds and has done since it started."),
-    "tenants": CommandLine("stats", "Show what each tenant has, and what is its share."),
-    "why-miss": CommandLine(
-        "stats",
-        "Say why a session is not there, or has less than was stored; or what a request missed, and why.",
-    ),
+    "fault": CommandLine("operations", "Inject faults into a server for tests."),
     "version": CommandLine("stats", "Show the version of this program, and of the server."),
-    "health": CommandLine(
-        "stats", "Say whether the server takes work, as probes ask it; exits with 6 where it does not."
-    ),
 }
 PLUGINS = "ctxcache.commands"
 OURS = ("ctxcache", "gpu_worker")
@@ -174,7 +176,15 @@ def _spared(get_params: Callable[[Any], Any], context: Any) -> Any:
 
 
 def _processed(parameter: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
-    """As `process` has it. `parameter` is click's, which typer brings or not."""
+    """As `process` has it, refused in our words. `parameter` is click's, which typer brings or not."""
+    try:
+        return _taken(parameter, process, context, value)
+    except UsageFailure as error:
+        error.message = plain_words(str(error.message))  # type: ignore[attr-defined]  # click's has it
+        raise
+
+
+def _taken(parameter: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
     kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
     if parameter.multiple or parameter.nargs != 1 or kind is None:
         return process(context, value)

@@ -82,6 +82,7 @@ ADVICE: dict[type[CacheError], str] = {
     errors.GenerationMismatch: "look at it again before you change it",
     errors.WriteInProgress: "try again when its writer has finished",
     errors.SessionInUse: "try again when its reader has finished",
+    errors.ModelInUse: "`ctxcache session delete`, or `ctxcache model forget` for one version of its weights",
     errors.CorruptMetadata: "`ctxcache rebuild` makes it anew from what is whole, --dry-run says what that "
     "is",
     errors.NothingToRebuild: "put back a copy of all its directories, or `ctxcache import --new-store` an "

@@ -14,7 +14,7 @@ import typer
 from ctxcache.cli.call import CliCall, CtrlC, online, ssd_paths, tenant_names, watched
 from ctxcache.cli.documents import examples
 from ctxcache.cli.tables import drain_line
-from ctxcache.cli.units import parse_span, parsed
+from ctxcache.cli.units import counted, parse_span, parsed
 from ctxcache.client.convert import document
 from ctxcache.client.types import DrainStatus, InjectedFaultKind
 from ctxcache.errors import LeaseNotFound
@@ -75,18 +75,33 @@ def list_tiers(call: CliCall) -> None:
         call.show_list("paths", client.admin.stats().tiers, None)
 
 
-@tiers.command("show", epilog=examples("ctxcache tier show /ssd"))
+@tiers.command("show", epilog=examples("ctxcache tier show DRAM", "ctxcache tier show /ssd"))
 @watched
-def show_tier(call: CliCall, path: Path) -> None:
-    """Show one path or the arena."""
+def show_tier(
+    call: CliCall,
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="TIER|PATH",
+            help="DRAM, SSD, or an SSD file or its directory.",
+            show_default=False,
+            autocompletion=ssd_paths,
+        ),
+    ],
+) -> None:
+    """Show a tier, or one path of SSD."""
     with call.client() as client:
         tiers = list(client.admin.stats().tiers)
-    tier_shown = next((tier for tier in tiers if path in (tier.path, tier.path.rpartition("/")[0])), None)
-    if tier_shown is None:
-        raise typer.BadParameter(
-            f"{path!r} is none of {', '.join(tier.path for tier in tiers)}", param_hint="PATH"
-        )
-    call.show(tier_shown)
+    shown = [tier for tier in tiers if path in (tier.path, tier.path.rpartition("/")[0])]
+    # A tier's own name, too: SSD has a place for each of its directories.
+    shown = shown or [tier for tier in tiers if path.upper() == tier.tier.name]
+    if not shown:
+        names = ", ".join([*dict.fromkeys(tier.tier.name for tier in tiers), *(tier.path for tier in tiers)])
+        raise typer.BadParameter(f"{path!r} is none of {names}", param_hint="PATH")
+    if len(shown) == 1:
+        call.show(shown[0])
+    else:
+        call.show_list("paths", shown, None)
 
 
 @tiers.command("rest", epilog=examples("ctxcache tier rest /ssd"))
@@ -250,7 +265,7 @@ def clear(call: CliCall) -> None:
     """Let no fault strike any more. A path that was fenced stays so until a restart."""
     with call.client() as client:
         count = client.admin.clear_faults()
-    call.show_facts({"cleared_fault_count": count}, f"{count} faults would have struck yet")
+    call.show_facts({"cleared_fault_count": count}, f"{counted(count, 'fault')} would have struck yet")
 
 
 def _error_number(name: str) -> int:

@@ -13,7 +13,7 @@ import typer
 from ctxcache.cli.documents import Plain, examples
 from ctxcache.cli.options import option, shared_of
 from ctxcache.cli.settings import load_settings, taking_settings
-from ctxcache.cli.units import human_size
+from ctxcache.cli.units import counted, human_size
 from ctxcache.runtime.files import keep_private
 from ctxcache.storage.opening import ssd_directories_of
 from ctxcache.storage.rebuild import Rebuilt
@@ -56,10 +56,12 @@ def rebuild(context: typer.Context, **given: Any) -> None:
 
 def _text(rebuilt: Rebuilt, *, is_dry_run: bool) -> str:
     verb = "would bring" if is_dry_run else "brought"
-    kept = f"{rebuilt.token_count} tokens in {rebuilt.segment_count} segments"
-    lost = f"{rebuilt.lost_token_count} tokens and {rebuilt.lost_segment_count} segments"
+    kept = f"{counted(rebuilt.token_count, 'token')} in {counted(rebuilt.segment_count, 'segment')}"
+    lost = (
+        f"{counted(rebuilt.lost_token_count, 'token')} and {counted(rebuilt.lost_segment_count, 'segment')}"
+    )
     lines = [
-        f"{verb} back {rebuilt.session_count} sessions with {kept}, as of commit {rebuilt.commit}",
+        f"{verb} back {counted(rebuilt.session_count, 'session')} with {kept}, as of commit {rebuilt.commit}",
         f"  {lost} are not there any more",
         f"  {human_size(rebuilt.scanned_bytes)} scanned in {rebuilt.scan_duration_s:.1f} s",
     ]

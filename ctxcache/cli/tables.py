@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ctxcache.cli.units import human_duration, human_size, human_time
+from ctxcache.cli.units import counted, human_duration, human_size, human_time
 from ctxcache.client.types import (
     DrainStatus,
     EngineUse,
@@ -156,12 +156,15 @@ def stats_view(stats: StoreStats) -> RenderableType:
         ("started", when(stats.start_time_ns)),
         ("data", stats.data_directory),
         ("listens on", ", ".join(stats.listen_addresses)),
-        ("sessions", f"{stats.session_count} of {stats.model_count} models"),
+        ("sessions", f"{stats.session_count:,} of {counted(stats.model_count, 'model')}"),
         ("segments", _segments(stats)),
         ("unwritten", _unwritten(stats)),
-        ("open now", f"{stats.lease_count} leases, {stats.reservation_count} reservations"),
-        ("appended", f"{stats.appended_token_count} tokens"),
-        ("read", f"{stats.read_token_count} tokens, {_share(stats)} from DRAM"),
+        (
+            "open now",
+            f"{counted(stats.lease_count, 'lease')}, {counted(stats.reservation_count, 'reservation')}",
+        ),
+        ("appended", counted(stats.appended_token_count, "token")),
+        ("read", f"{counted(stats.read_token_count, 'token')}, {_share(stats)} from DRAM"),
         ("ended", _ended(stats)),
     )
     tiers = table("TIER", ">USED", ">CAPACITY", ">SEGMENTS", "STATE", "PATH")
@@ -298,8 +301,9 @@ def drain_line(status: DrainStatus) -> str:
     if status.is_done:
         return f"drained: no client is left, everything is on SSD{_spared(status)}"
     left = (
-        f"{status.running_rpc_count} rpcs, {status.local_client_count} local clients, {status.lease_count} "
-        f"leases, {status.reservation_count} reservations, {human_size(status.dirty_bytes)} to be written"
+        f"{counted(status.running_rpc_count, 'rpc')}, {counted(status.local_client_count, 'local client')}, "
+        f"{counted(status.lease_count, 'lease')}, {counted(status.reservation_count, 'reservation')}, "
+        f"{human_size(status.dirty_bytes)} to be written"
     )
     return f"draining: {left}" + (f"; {status.problem}" if status.problem else "")
 
@@ -369,7 +373,7 @@ def _expiry(session: SessionInfo) -> str:
 
 def _shape(model: ModelInfo) -> str:
     heads = f"{model.kv_head_count} K/V heads of {model.head_size}"
-    return f"{model.layer_count} layers, hidden {model.hidden_size}, {heads}"
+    return f"{counted(model.layer_count, 'layer')}, hidden {model.hidden_size}, {heads}"
 
 
 def _segments(stats: StoreStats) -> str:
@@ -385,8 +389,13 @@ def _ended(stats: StoreStats) -> str:
     return f"{stats.expired_session_count} expired, {evicted}"
 
 
+def _open(stats: StoreStats) -> str:
+    return f"{counted(stats.lease_count, 'lease')}, {counted(stats.reservation_count, 'reservation')}"
+
+
 def _unwritten(stats: StoreStats) -> str:
-    return f"{human_size(stats.dirty_bytes)} not on SSD yet, {stats.delayed_write_count} writes delayed"
+    delayed = counted(stats.delayed_write_count, "write")
+    return f"{human_size(stats.dirty_bytes)} not on SSD yet, {delayed} delayed"
 
 
 def _share(stats: StoreStats) -> str:
@@ -466,7 +475,7 @@ def _history(*columns: str) -> Table:
 def _sentence(answer: MissReport) -> str:
     whose = f"{answer.name} of tenant {answer.tenant}"
     if answer.is_there:
-        kept = f"{answer.token_count} tokens, of which {answer.durable_token_count} are durable"
+        kept = f"{counted(answer.token_count, 'token')}, of which {answer.durable_token_count} are durable"
         if answer.withheld_token_count:
             paths = ", ".join(answer.lost_paths)
             return (

@@ -16,7 +16,7 @@ import typer
 
 from ctxcache.cli.call import CliCall, CtrlC, online
 from ctxcache.cli.documents import Plain, examples
-from ctxcache.cli.units import human_duration, parse_span, parsed
+from ctxcache.cli.units import counted, human_duration, parse_span, parsed
 from ctxcache.errors import Unavailable
 from ctxcache.recordings import RecordedFile, created, write
 from ctxcache.simulate.recorded import contents
@@ -72,7 +72,9 @@ def record(
         "elapsed_s": round(written.elapsed_s, 3),
     }
     lost = f", {written.lost_count} lost" if written.lost_count else ""
-    call.show_facts(facts, f"{file}: {written.call_count} calls in {human_duration(written.elapsed_s)}{lost}")
+    call.show_facts(
+        facts, f"{file}: {counted(written.call_count, 'call')} in {human_duration(written.elapsed_s)}{lost}"
+    )
 
 
 @traces.command("convert", epilog=examples("ctxcache trace convert calls.jsonl turns.jsonl"))
@@ -103,7 +105,9 @@ def convert(call: CliCall, file: FileArgument, trace: NewFileArgument) -> None:
         "lost_calls": recording.lost_count,
         "simulate": list(options),
     }
-    call.show_facts(facts, f"{trace}: {turn_count} turns\nctxcache simulate {trace} {' '.join(options)}")
+    call.show_facts(
+        facts, f"{trace}: {counted(turn_count, 'turn')}\nctxcache simulate {trace} {' '.join(options)}"
+    )
 
 
 def _check_name(path: Path) -> None:
@@ -116,6 +120,7 @@ def _report(written: RecordedFile) -> None:
     """Tell a person who waits at a terminal."""
     if sys.stderr.isatty():
         lost = f", {written.lost_count} lost" if written.lost_count else ""
-        line = f"{human_duration(written.elapsed_s)}: {written.call_count} calls{lost}; Ctrl-C ends it"
+        calls = counted(written.call_count, "call")
+        line = f"{human_duration(written.elapsed_s)}: {calls}{lost}; Ctrl-C ends it"
         sys.stderr.write(f"\r\x1b[K{line}\r")
         sys.stderr.flush()

@@ -37,7 +37,7 @@ from ctxcache.cli.documents import Plain, examples
 from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.options import CONTEXT, SHARED_OPTIONS, with_signature
 from ctxcache.cli.settings import load_settings, setting_options
-from ctxcache.cli.units import human_size, human_time, parse_duration_s, parsed, session_name
+from ctxcache.cli.units import counted, human_size, human_time, parse_duration_s, parsed, session_name
 from ctxcache.client import Client
 from ctxcache.client.types import BackupPart
 from ctxcache.errors import CacheError, SessionAlreadyExists
@@ -117,10 +117,10 @@ def raise_first(outcomes: Sequence[ArchiveOutcome]) -> None:
     raise type(error)(f"{told}: {error}")
 
 
-def counted(session_count: int, token_count: int, segment_count: int) -> str:
+def contents_text(session_count: int, token_count: int, segment_count: int) -> str:
     """The contents of a backup, for people."""
-    sessions = f"{session_count} session{'s' * (session_count != 1)}"
-    return f"{sessions} with {token_count} tokens in {segment_count} segment{'s' * (segment_count != 1)}"
+    sessions = counted(session_count, "session")
+    return f"{sessions} with {counted(token_count, 'token')} in {counted(segment_count, 'segment')}"
 
 
 def no_terminal(stream_name: str) -> typer.BadParameter:
@@ -144,7 +144,8 @@ def _line(outcome: ArchiveOutcome) -> str:
     name = outcome.session if outcome.target == outcome.session else f"{outcome.session} as {outcome.target}"
     if outcome.error:
         return f"{outcome.status:9} {name}: {' '.join(str(outcome.error).split())} ({outcome.error.reason})"
-    return f"{outcome.status:9} {name}: {outcome.token_count} tokens, {human_size(outcome.size_bytes)}"
+    tokens = counted(outcome.token_count, "token")
+    return f"{outcome.status:9} {name}: {tokens}, {human_size(outcome.size_bytes)}"
 
 
 def _sum(path: str, outcomes: Sequence[ArchiveOutcome]) -> str:
@@ -270,7 +271,7 @@ def _store_text(facts: dict[str, Plain]) -> str:
     size, duration_s = int(str(facts["size_bytes"])), float(str(facts["duration_s"]))
     counts = (int(str(facts[f"{name}_count"])) for name in ("session", "token", "segment"))
     rate = human_size(size / max(duration_s, 0.001))
-    lines = [counted(*counts), f"  {facts['file']}: {human_size(size)} in {duration_s:.1f} s, {rate}/s"]
+    lines = [contents_text(*counts), f"  {facts['file']}: {human_size(size)} in {duration_s:.1f} s, {rate}/s"]
     if facts["unwritten_token_count"]:
         lines.append(f"  {facts['unwritten_token_count']} tokens that only memory had are not in it")
     if facts["left_out_session_count"]:
@@ -441,7 +442,7 @@ def _new_store_facts(found: Restored, place: str | None) -> dict[str, Plain]:
 
 def _new_store_text(store: Restored, place: str | None) -> str:
     created = datetime.fromtimestamp(store.create_time_ns / 10**9, UTC)
-    told = counted(store.session_count, store.token_count, store.segment_count)
+    told = contents_text(store.session_count, store.token_count, store.segment_count)
     lines = [
         f"{told} ({human_size(store.segment_bytes)}) in {place or 'it'}",
         (

@@ -23,6 +23,7 @@ from ctxcache.identity import Rule, parse_rules
 from ctxcache.settings.knobs import KNOBS
 from ctxcache.settings.knobs.knob import parse_size_bytes
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
+from ctxcache.settings.words import plain_words
 from ctxcache.wire.address import Address
 
 GIB = 1 << 30
@@ -264,9 +265,7 @@ def load_with_sources(
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         problem = _unknown(field) if first["type"] == "extra_forbidden" else first["msg"]
-        raise InvalidConfiguration(
-            source=field or "configuration", problem=problem.removeprefix("Value error, ")
-        ) from error
+        raise InvalidConfiguration(source=field or "configuration", problem=plain_words(problem)) from error
     return settings, {name: _source(name, given, below) for name in KNOBS}
 
 

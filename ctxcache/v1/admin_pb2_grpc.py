@@ -277,8 +277,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteModel(self, request, context):
-        """Forgets a model that no session is of. Errors: INVALID_ARGUMENT (INVALID_FIELD, also while it has
-        sessions); NOT_FOUND (MODEL_NOT_FOUND); UNAVAILABLE (TIER_FAILURE).
+        """Forgets a model that no session is of. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND);
+        FAILED_PRECONDITION (MODEL_IN_USE: it has sessions); UNAVAILABLE (TIER_FAILURE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -101,8 +101,8 @@ class AdminServiceStub:
     (TIER_FAILURE).
     """
     DeleteModel: _grpc.UnaryUnaryMultiCallable[_operations_pb2.DeleteModelRequest, _operations_pb2.DeleteModelResponse]
-    """Forgets a model that no session is of. Errors: INVALID_ARGUMENT (INVALID_FIELD, also while it has
-    sessions); NOT_FOUND (MODEL_NOT_FOUND); UNAVAILABLE (TIER_FAILURE).
+    """Forgets a model that no session is of. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND);
+    FAILED_PRECONDITION (MODEL_IN_USE: it has sessions); UNAVAILABLE (TIER_FAILURE).
     """
     UpdateTenant: _grpc.UnaryUnaryMultiCallable[_operations_pb2.UpdateTenantRequest, _admin_pb2.TenantUse]
     """Changes the share of a tenant that has one, until the settings are read again. Errors: INVALID_ARGUMENT
@@ -210,8 +210,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     (TIER_FAILURE).
     """
     DeleteModel: _aio.UnaryUnaryMultiCallable[_operations_pb2.DeleteModelRequest, _operations_pb2.DeleteModelResponse]  # type: ignore[assignment]
-    """Forgets a model that no session is of. Errors: INVALID_ARGUMENT (INVALID_FIELD, also while it has
-    sessions); NOT_FOUND (MODEL_NOT_FOUND); UNAVAILABLE (TIER_FAILURE).
+    """Forgets a model that no session is of. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND);
+    FAILED_PRECONDITION (MODEL_IN_USE: it has sessions); UNAVAILABLE (TIER_FAILURE).
     """
     UpdateTenant: _aio.UnaryUnaryMultiCallable[_operations_pb2.UpdateTenantRequest, _admin_pb2.TenantUse]  # type: ignore[assignment]
     """Changes the share of a tenant that has one, until the settings are read again. Errors: INVALID_ARGUMENT
@@ -394,8 +394,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _operations_pb2.DeleteModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.DeleteModelResponse, _abc.Awaitable[_operations_pb2.DeleteModelResponse]]:
-        """Forgets a model that no session is of. Errors: INVALID_ARGUMENT (INVALID_FIELD, also while it has
-        sessions); NOT_FOUND (MODEL_NOT_FOUND); UNAVAILABLE (TIER_FAILURE).
+        """Forgets a model that no session is of. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND);
+        FAILED_PRECONDITION (MODEL_IN_USE: it has sessions); UNAVAILABLE (TIER_FAILURE).
         """
 
     @_abc_1.abstractmethod

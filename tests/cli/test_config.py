@@ -19,9 +19,9 @@ from ctxcache.settings.knobs.reference import toml
     ("text", "said"),
     [
         ("max_leses = 5\n", "max_leses: is not a setting; did you mean max_leases?"),
-        ("dirty_limit = 0\n", "dirty_limit: Input should be greater than 0"),
+        ("dirty_limit = 0\n", "dirty_limit: has to be above 0"),
         ("dirty_watermark = 0.9\n", "0.75 is below dirty_watermark, 0.9"),
-        ('placement_policy = "fast"\n', "placement_policy: Input should be 'lru'"),
+        ('placement_policy = "fast"\n', "placement_policy: is not 'lru'"),
         ("= 5\n", "is not TOML"),
         ("max_sessions = " + 5000 * "9", "is not TOML"),
         ("max_sessions = " + 5000 * "[", "is not TOML"),

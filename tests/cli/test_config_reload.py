@@ -91,7 +91,7 @@ def test_a_signal_does_the_same(server: ServerProcess, file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("max_sessions = 0\n", "max_sessions: Input should be greater than or equal to 1"),
+        ("max_sessions = 0\n", "max_sessions: 1 is the least"),
         ("max_sesions = 5\n", "did you mean max_sessions?"),
         ("= 5", "is not TOML"),
         ("dirty_watermark = 0.9\nmax_sessions = 5\n", "is below dirty_watermark"),

@@ -112,7 +112,9 @@ def test_sessions_and_models_are_given_up(target: str) -> None:
     why = ctxcache("--target", target, "why-miss", SESSION)
     deleted = ctxcache_json(target, "model", "delete", "tiny")
 
-    assert used.exit_code == ExitCode.INVALID_ARGUMENT
+    assert used.exit_code == ExitCode.CONFLICT
+    assert "models/tiny has 1 session: delete what is of it first" in used.sentence
+    assert "`ctxcache session delete`" in used.sentence
     assert evicted == {"evicted": [f"sessions/{SESSION}"]}
     assert "it was evicted" in why.stdout
     assert deleted == {"deleted": ["models/tiny"]}

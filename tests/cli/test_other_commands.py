@@ -19,6 +19,7 @@ from ctxcache import __version__
 from ctxcache.cli.commands import spare_models
 from ctxcache.cli.failures import ExitCode, UsageFailure
 from ctxcache.cli.options import with_signature
+from ctxcache.settings.words import plain_words
 from ctxcache.v1 import session_pb2, session_pb2_grpc
 from ctxcache.v1.admin_pb2 import Stats, TenantUse
 
@@ -196,7 +197,8 @@ def _told(name: str, said: list[str], *, is_spared: bool) -> object:
     try:
         made.main(said, prog_name="command", standalone_mode=False)
     except UsageFailure as failure:
-        return str(failure), getattr(failure, "message", "")
+        # Refused alike, in our words.
+        return tuple(plain_words(said) for said in (str(failure), getattr(failure, "message", "")))
     assert given
     return given
 

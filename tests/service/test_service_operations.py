@@ -165,7 +165,7 @@ async def test_a_model_goes_when_no_session_is_of_it(client: Client) -> None:
     """And can be registered anew."""
     delete = ops.DeleteModelRequest(name="models/tiny")
     await stored(client)
-    await refused(client.admin.DeleteModel(delete), Code.INVALID_ARGUMENT, "INVALID_FIELD")
+    await refused(client.admin.DeleteModel(delete), Code.FAILED_PRECONDITION, "MODEL_IN_USE")
     await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name="sessions/a"))
 
     await client.admin.DeleteModel(delete)

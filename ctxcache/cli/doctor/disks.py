@@ -22,7 +22,7 @@ from typing import Any
 
 from ctxcache.cli.doctor import Finding, degraded, fatal, missing, ok
 from ctxcache.cli.doctor.machine import filesystem
-from ctxcache.cli.units import human_size
+from ctxcache.cli.units import counted, human_size
 from ctxcache.errors import CacheError, CorruptMetadata, DataDirectoryUnusable, InvalidConfiguration
 from ctxcache.format.layout import ALIGN_BYTES, SEGMENTS_FILE
 from ctxcache.runtime.files import check_directory, check_secret, existing, loose, secret_refusal
@@ -172,7 +172,7 @@ def _look_at_metadata(data: DataDirectory, witness: Witness, catalog: Catalog | 
         count = sum(1 for _ in store.sessions()) if store.is_there else 0
     finally:
         store.close()
-    return ok("metadata", f"RocksDB opens; {count} sessions", f"the sessions in {data.path}")
+    return ok("metadata", f"RocksDB opens; {counted(count, 'session')}", f"the sessions in {data.path}")
 
 
 def _try_direct(path: Path) -> str:

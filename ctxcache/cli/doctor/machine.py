@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ctxcache.cli.call import CliCall
 from ctxcache.cli.doctor import Finding, degraded, missing, ok
-from ctxcache.cli.units import human_size
+from ctxcache.cli.units import counted, human_size
 from ctxcache.errors import CacheError, Unavailable
 from ctxcache.runtime.clock import StoreClock
 from ctxcache.runtime.memory import HUGE_PAGE_BYTES
@@ -242,7 +242,9 @@ def server(call: CliCall) -> tuple[Finding, str]:
         return missing(name, "no answer", "nothing", "start one with `ctxcache serve`"), ""
     except CacheError as error:
         return degraded(name, f"it fails: {error}", "nothing", "see its log"), ""
-    answer = f"version {stats.version}, {stats.session_count} sessions, data in {stats.data_directory}"
+    answer = (
+        f"version {stats.version}, {counted(stats.session_count, 'session')}, data in {stats.data_directory}"
+    )
     if not is_healthy:
         problem = f"{answer}; it takes no work"
         return degraded(name, problem, "nothing", "it starts or drains: try again"), stats.data_directory
