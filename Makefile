@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-worker coverage wheel newcomer clean
+.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-worker coverage wheel newcomer resolve clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -124,6 +124,9 @@ bench-table: setup ## Measure every path on this machine, which nothing else use
 	$(BIN)/ctxcache bench --json $(ARGS) > build/bench.json
 	cp build/bench.json lab/results/$$(date +%F)-bench.json
 	$(BIN)/python -m lab.bench.report lab/results/$$(date +%F)-bench.json lab/notes/bench.md
+
+resolve: setup ## Ask whether the wheel can be installed beside each engine that the documents name (a minute; needs an index)
+	$(BIN)/python scripts/check_resolves.py $(ARGS)
 
 stable: setup-store ## Run `make test` 20 times, 10 of them beside two busy loops (hours; ARGS="--resume" after an interruption)
 	$(BIN)/python scripts/repeat_tests.py $(ARGS)

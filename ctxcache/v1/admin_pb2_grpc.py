@@ -9,7 +9,7 @@ from ctxcache.v1 import operations_pb2 as ctxcache_dot_v1_dot_operations__pb2
 from ctxcache.v1 import recording_pb2 as ctxcache_dot_v1_dot_recording__pb2
 from ctxcache.v1 import session_pb2 as ctxcache_dot_v1_dot_session__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -22,14 +22,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in ctxcache/v1/admin_pb2_grpc.py depends on'
+        + f' but the generated code in ctxcache/v1/admin_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class AdminServiceStub:
+class AdminServiceStub(object):
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
     something is written to the audit log with the caller and the result. It answers while the server drains.
 
@@ -160,7 +160,7 @@ class AdminServiceStub:
                 _registered_method=True)
 
 
-class AdminServiceServicer:
+class AdminServiceServicer(object):
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
     something is written to the audit log with the caller and the result. It answers while the server drains.
 
@@ -479,7 +479,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class AdminService:
+class AdminService(object):
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
     something is written to the audit log with the caller and the result. It answers while the server drains.
 

@@ -5,7 +5,7 @@ import warnings
 
 from ctxcache.v1 import arena_pb2 as ctxcache_dot_v1_dot_arena__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in ctxcache/v1/arena_pb2_grpc.py depends on'
+        + f' but the generated code in ctxcache/v1/arena_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class ArenaServiceStub:
+class ArenaServiceStub(object):
     """Leases and reservations over the arena, for clients on the same host.
     """
 
@@ -47,7 +47,7 @@ class ArenaServiceStub:
                 _registered_method=True)
 
 
-class ArenaServiceServicer:
+class ArenaServiceServicer(object):
     """Leases and reservations over the arena, for clients on the same host.
     """
 
@@ -93,7 +93,7 @@ def add_ArenaServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class ArenaService:
+class ArenaService(object):
     """Leases and reservations over the arena, for clients on the same host.
     """
 

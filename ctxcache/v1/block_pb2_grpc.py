@@ -5,7 +5,7 @@ import warnings
 
 from ctxcache.v1 import block_pb2 as ctxcache_dot_v1_dot_block__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in ctxcache/v1/block_pb2_grpc.py depends on'
+        + f' but the generated code in ctxcache/v1/block_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class BlockServiceStub:
+class BlockServiceStub(object):
     """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key
     of 32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
 
@@ -79,7 +79,7 @@ class BlockServiceStub:
                 _registered_method=True)
 
 
-class BlockServiceServicer:
+class BlockServiceServicer(object):
     """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key
     of 32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
 
@@ -201,7 +201,7 @@ def add_BlockServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class BlockService:
+class BlockService(object):
     """Keeps blocks for engines that know hashes and no sessions. A block is 1 byte to 16 MiB of opaque bytes under a key
     of 32 bytes, in parts that several ranks may write. It is there when all its parts are, and never changes.
 

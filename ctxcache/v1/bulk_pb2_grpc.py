@@ -5,7 +5,7 @@ import warnings
 
 from ctxcache.v1 import bulk_pb2 as ctxcache_dot_v1_dot_bulk__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in ctxcache/v1/bulk_pb2_grpc.py depends on'
+        + f' but the generated code in ctxcache/v1/bulk_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class BulkServiceStub:
+class BulkServiceStub(object):
     """Where the bulk channel is, and who may use it. docs/clients.md describes what travels on it: the
     requests and answers of ReadSession and AppendSession, in frames.
     """
@@ -43,7 +43,7 @@ class BulkServiceStub:
                 _registered_method=True)
 
 
-class BulkServiceServicer:
+class BulkServiceServicer(object):
     """Where the bulk channel is, and who may use it. docs/clients.md describes what travels on it: the
     requests and answers of ReadSession and AppendSession, in frames.
     """
@@ -72,7 +72,7 @@ def add_BulkServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class BulkService:
+class BulkService(object):
     """Where the bulk channel is, and who may use it. docs/clients.md describes what travels on it: the
     requests and answers of ReadSession and AppendSession, in frames.
     """

@@ -5,7 +5,7 @@ import warnings
 
 from ctxcache.v1 import hints_pb2 as ctxcache_dot_v1_dot_hints__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in ctxcache/v1/hints_pb2_grpc.py depends on'
+        + f' but the generated code in ctxcache/v1/hints_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class HintServiceStub:
+class HintServiceStub(object):
     """Takes engines' waiting queues and other hints, and says what is ready. docs/hints.md has the whole.
 
     No hint is needed for a right answer, and none makes one wrong: whoever ignores this service, or lies to it,
@@ -50,7 +50,7 @@ class HintServiceStub:
                 _registered_method=True)
 
 
-class HintServiceServicer:
+class HintServiceServicer(object):
     """Takes engines' waiting queues and other hints, and says what is ready. docs/hints.md has the whole.
 
     No hint is needed for a right answer, and none makes one wrong: whoever ignores this service, or lies to it,
@@ -103,7 +103,7 @@ def add_HintServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class HintService:
+class HintService(object):
     """Takes engines' waiting queues and other hints, and says what is ready. docs/hints.md has the whole.
 
     No hint is needed for a right answer, and none makes one wrong: whoever ignores this service, or lies to it,

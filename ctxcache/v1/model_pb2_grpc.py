@@ -5,7 +5,7 @@ import warnings
 
 from ctxcache.v1 import model_pb2 as ctxcache_dot_v1_dot_model__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in ctxcache/v1/model_pb2_grpc.py depends on'
+        + f' but the generated code in ctxcache/v1/model_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class ModelServiceStub:
+class ModelServiceStub(object):
     """Registers the models whose state the store keeps.
 
     Every rpc works within the caller's tenant. Errors carry google.rpc.ErrorInfo with domain
@@ -60,7 +60,7 @@ class ModelServiceStub:
                 _registered_method=True)
 
 
-class ModelServiceServicer:
+class ModelServiceServicer(object):
     """Registers the models whose state the store keeps.
 
     Every rpc works within the caller's tenant. Errors carry google.rpc.ErrorInfo with domain
@@ -134,7 +134,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class ModelService:
+class ModelService(object):
     """Registers the models whose state the store keeps.
 
     Every rpc works within the caller's tenant. Errors carry google.rpc.ErrorInfo with domain

@@ -5,7 +5,7 @@ import warnings
 
 from ctxcache.v1 import prefix_pb2 as ctxcache_dot_v1_dot_prefix__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in ctxcache/v1/prefix_pb2_grpc.py depends on'
+        + f' but the generated code in ctxcache/v1/prefix_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class PrefixServiceStub:
+class PrefixServiceStub(object):
     """Finds which first tokens of a prompt some session has, and lets another session begin with them.
 
     Every 64 tokens have a key, a hash of them and of all tokens before; docs/prefixes.md has its bytes. A session of
@@ -59,7 +59,7 @@ class PrefixServiceStub:
                 _registered_method=True)
 
 
-class PrefixServiceServicer:
+class PrefixServiceServicer(object):
     """Finds which first tokens of a prompt some session has, and lets another session begin with them.
 
     Every 64 tokens have a key, a hash of them and of all tokens before; docs/prefixes.md has its bytes. A session of
@@ -126,7 +126,7 @@ def add_PrefixServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class PrefixService:
+class PrefixService(object):
     """Finds which first tokens of a prompt some session has, and lets another session begin with them.
 
     Every 64 tokens have a key, a hash of them and of all tokens before; docs/prefixes.md has its bytes. A session of

@@ -5,7 +5,7 @@ import warnings
 
 from ctxcache.v1 import session_pb2 as ctxcache_dot_v1_dot_session__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in ctxcache/v1/session_pb2_grpc.py depends on'
+        + f' but the generated code in ctxcache/v1/session_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class SessionServiceStub:
+class SessionServiceStub(object):
     """Keeps sessions: create, append, read, truncate, fork, expire, delete.
 
     Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation re-numbers what
@@ -102,7 +102,7 @@ class SessionServiceStub:
                 _registered_method=True)
 
 
-class SessionServiceServicer:
+class SessionServiceServicer(object):
     """Keeps sessions: create, append, read, truncate, fork, expire, delete.
 
     Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation re-numbers what
@@ -292,7 +292,7 @@ def add_SessionServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class SessionService:
+class SessionService(object):
     """Keeps sessions: create, append, read, truncate, fork, expire, delete.
 
     Tokens are addressed by their index in the session as it is now: [0, token_count). Truncation re-numbers what

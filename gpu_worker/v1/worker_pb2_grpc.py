@@ -5,7 +5,7 @@ import warnings
 
 from gpu_worker.v1 import worker_pb2 as gpu__worker_dot_v1_dot_worker__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in gpu_worker/v1/worker_pb2_grpc.py depends on'
+        + f' but the generated code in gpu_worker/v1/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class WorkerServiceStub:
+class WorkerServiceStub(object):
     """A worker on the engine's host. docs/sidecar.md has the sequence and what happens at failures.
 
     Errors carry google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc. Every rpc
@@ -76,7 +76,7 @@ class WorkerServiceStub:
                 _registered_method=True)
 
 
-class WorkerServiceServicer:
+class WorkerServiceServicer(object):
     """A worker on the engine's host. docs/sidecar.md has the sequence and what happens at failures.
 
     Errors carry google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc. Every rpc
@@ -196,7 +196,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class WorkerService:
+class WorkerService(object):
     """A worker on the engine's host. docs/sidecar.md has the sequence and what happens at failures.
 
     Errors carry google.rpc.ErrorInfo with domain "ctxcache" and one of the reasons named at each rpc. Every rpc

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 
+import grpc
 import numpy as np
 import pytest
 from server_process import ServerProcess
@@ -17,6 +18,10 @@ from ctxcache.errors import CacheError, Unavailable
 
 BLOCK_BYTES = 50_000
 CALL_COUNT = 200
+
+
+CANNOT_FORK = tuple(map(int, grpc.__version__.split(".")[:2])) < (1, 80)
+"""An older gRPC connects to nobody in a child whose parent has used it, and may lose its parent's streams."""
 
 
 def key_of(name: str, number: int) -> bytes:
@@ -47,7 +52,12 @@ def said_in_child(work: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize(
     ("access", "transport"),
-    [("local", "socket"), ("local", "grpc"), ("remote", "socket"), ("remote", "grpc")],
+    [
+        ("local", "socket"),
+        pytest.param("local", "grpc", marks=pytest.mark.skipif(CANNOT_FORK, reason="gRPC below 1.80")),
+        ("remote", "socket"),
+        ("remote", "grpc"),
+    ],
 )
 def test_a_child_calls_nobody_and_its_parent_goes_on(
     running_server: ServerProcess, access: Access, transport: Transport
@@ -107,6 +117,7 @@ def test_a_child_publishes_nothing_and_withdraws_nothing(running_server: ServerP
         assert dict(queue.missing) == {"job": "SESSION_NOT_FOUND"}
 
 
+@pytest.mark.skipif(CANNOT_FORK, reason="gRPC below 1.80")
 def test_a_child_that_connects_anew_is_served(running_server: ServerProcess) -> None:
     """As any other process is."""
     space = BlockSpace(model_fingerprint=bytes(32), layout_tag="forks anew")

@@ -277,7 +277,7 @@ class GrpcWay(Access):
         try:
             response = await self.call.read()
         except grpc.aio.AioRpcError as error:
-            encoded = dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
+            encoded = dict(tuple(error.trailing_metadata() or ()))["grpc-status-details-bin"]
             raise Ended(status_pb2.Status.FromString(encoded)) from error
         return None if response == grpc.aio.EOF else response
 
@@ -348,7 +348,7 @@ class SocketWay(Access):
 
 def info_of(error: grpc.aio.AioRpcError) -> tuple[str, dict[str, str], set[str]]:
     """Reason and facts of ErrorInfo, and the kinds of details that came with it."""
-    encoded = dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
+    encoded = dict(tuple(error.trailing_metadata() or ()))["grpc-status-details-bin"]
     status = status_pb2.Status.FromString(encoded)
     assert status.code == error.code().value[0]
     return _info_in(status)

@@ -254,7 +254,8 @@ async def test_nothing_of_a_request_is_taken_beyond_the_first_window(client: Cli
 
     assert first <= SMALL_BYTES
     assert b"grpc-status" in last
-    assert b"larger than max" in last
+    # gRPC refuses it by its length; one below 1.82 leaves that to our own time for the rest of it.
+    assert b"larger than max" in last or b"the rest of the request" in last
     raw.writer.close()
 
 
@@ -266,7 +267,10 @@ async def test_what_grpc_refuses_itself_has_no_reason(client: Client, server: Se
         call = method(bytes(size_bytes), timeout=30)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
-        found = caught.value.code(), "grpc-status-details-bin" in dict(caught.value.trailing_metadata() or ())
+        found = (
+            caught.value.code(),
+            "grpc-status-details-bin" in dict(tuple(caught.value.trailing_metadata() or ())),
+        )
         is_ours = size_bytes == MESSAGE_LIMIT_BYTES
         assert found == (Code.INVALID_ARGUMENT if is_ours else Code.RESOURCE_EXHAUSTED, is_ours)
 
@@ -302,7 +306,9 @@ async def test_what_cannot_be_read_is_refused_by_every_service(
                     continue
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call.read()
-                encoded = dict(caught.value.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
+                encoded = dict(tuple(caught.value.trailing_metadata() or ())).get(
+                    "grpc-status-details-bin", b""
+                )
                 info = error_details_pb2.ErrorInfo()
                 status_pb2.Status.FromString(encoded).details[0].Unpack(info)
                 found = (caught.value.code(), info.reason, caught.value.details())

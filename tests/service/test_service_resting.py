@@ -61,7 +61,10 @@ async def health(client: Client) -> dict[str, Any]:
     found = {}
     for name in (*WRITES, *READS):
         call = stub.Check(health_pb2.HealthCheckRequest(service=name))
-        found[name] = (await call).status, dict(await call.trailing_metadata()).get("ctxcache-problem", "")
+        found[name] = (
+            (await call).status,
+            dict(tuple(await call.trailing_metadata())).get("ctxcache-problem", ""),
+        )
     return found
 
 

@@ -83,7 +83,7 @@ async def test_streams_over_the_limit_are_refused_with_a_delay(client: Client, s
     facts = await refused(client.append("s0", 1, 0, 1), Code.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
 
     assert facts == {"what": "concurrent streams", "limit": "8"}
-    metadata = dict(caught.value.trailing_metadata() or ())
+    metadata = dict(tuple(caught.value.trailing_metadata() or ()))
     assert b"google.rpc.RetryInfo" in metadata["grpc-status-details-bin"]
     assert int(metadata["grpc-retry-pushback-ms"]) > 0
     assert await health_of(client.channel, "") == 1

@@ -12,7 +12,7 @@ RPC: Any = vars(edge)["_Rpc"]
 
 async def _read(context: Any) -> None:
     # A message that is read here is not there for the call: those with a token have theirs left to them.
-    if "authorization" not in dict(context.invocation_metadata()):
+    if "authorization" not in dict(tuple(context.invocation_metadata())):
         await context.read()
 
 
