@@ -103,7 +103,8 @@ def print_table(table: RenderableType) -> None:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=PIPE_WIDTH)
-    console.print(table)
+    # A name that is longer than the screen goes on in the next line, and is not cut.
+    console.print(table, crop=False)
 
 
 def print_fact(fact: object, output: Output) -> None:

@@ -163,8 +163,20 @@ def spare_models(command: Any) -> None:
     """
     # Parameters are made when they are asked for: so the asking is wrapped, and each parameter once.
     command.get_params = partial(_spared, command.get_params)
+    command.format_help = partial(_with_whole_names, command.format_help)
     for each in getattr(command, "commands", {}).values():
         spare_models(each)
+
+
+def _with_whole_names(format_help: Callable[[Any, Any], None], context: Any, formatter: Any) -> None:
+    """Print help in which the names of options are whole, however narrow the screen is."""
+    # Imported for help alone: rich takes longer to import than a small command to run.
+    from typer import rich_utils  # noqa: PLC0415
+
+    from ctxcache.cli.help_table import HelpTable  # noqa: PLC0415
+
+    rich_utils.Table = HelpTable  # type: ignore[attr-defined]  # typer has no other way in
+    format_help(context, formatter)
 
 
 def _spared(get_params: Callable[[Any], Any], context: Any) -> Any:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -69,13 +70,14 @@ def session_grid(session: SessionInfo) -> RenderableType:
 def sessions_table(sessions: Sequence[SessionInfo]) -> RenderableType:
     """Sessions, one per line."""
     heads = ["NAME", "MODEL", ">TOKENS", ">DURABLE", "ACCESSED", "EXPIRES", "PINNED", ">DRAM", ">SSD"]
+    drops = ("PINNED", "DURABLE", "DRAM", "MODEL", "EXPIRES", "ACCESSED")
     # Most stores have none.
     has_labels = any(session.labels for session in sessions)
-    rows = table(*heads, *["LABELS"] * has_labels)
+    rows = table(*heads, *["LABELS"] * has_labels, drops=drops)
     for s in sessions:
         rows.add_row(
-            s.name,
-            s.model,
+            session_id(s.name),
+            s.model.removeprefix("models/"),
             str(s.token_count),
             str(s.durable_token_count),
             when(s.access_time_ns),
@@ -112,10 +114,12 @@ def model_grid(model: ModelInfo) -> RenderableType:
 
 def models_table(models: Sequence[ModelInfo]) -> RenderableType:
     """Models, one per line."""
-    rows = table("NAME", "ARCHITECTURE", ">LAYERS", "DTYPE", ">STREAMS", "CREATED", "FINGERPRINT")
+    drops = ("STREAMS", "DTYPE", "CREATED", "FINGERPRINT", "ARCHITECTURE")
+    titles = ("NAME", "ARCHITECTURE", ">LAYERS", "DTYPE", ">STREAMS", "CREATED", "FINGERPRINT")
+    rows = table(*titles, drops=drops)
     for model in models:
         rows.add_row(
-            model.name,
+            model.name.removeprefix("models/"),
             model.architecture,
             str(model.layer_count),
             _word(model.dtype),
@@ -128,11 +132,10 @@ def models_table(models: Sequence[ModelInfo]) -> RenderableType:
 
 def tenants_table(tenants: Sequence[TenantStats]) -> RenderableType:
     """Tenants, one per line."""
-    rows = table(
-        "TENANT", ">SESSIONS", ">DRAM", ">OF ITS OWN", ">SSD", ">OF ITS OWN", ">LIMIT", ">RETAINED", ">PINNED"
-    )
+    sizes = (">DRAM", ">OF ITS OWN", ">SSD", ">OF ITS OWN", ">LIMIT", ">RETAINED", ">PINNED")
+    rows = table("TENANT", ">SESSIONS", *sizes, drops=("PINNED", "RETAINED", "LIMIT"))
     for use in tenants:
-        sizes = (
+        amounts = (
             use.dram_bytes,
             use.guaranteed_dram_bytes,
             use.ssd_bytes,
@@ -141,7 +144,7 @@ def tenants_table(tenants: Sequence[TenantStats]) -> RenderableType:
         rows.add_row(
             use.tenant,
             str(use.session_count),
-            *map(human_size, sizes),
+            *map(human_size, amounts),
             "-" if use.limit_bytes is None else human_size(use.limit_bytes),
             human_size(use.retained_bytes),
             human_size(use.pinned_bytes),
@@ -167,7 +170,7 @@ def stats_view(stats: StoreStats) -> RenderableType:
         ("read", f"{counted(stats.read_token_count, 'token')}, {_share(stats)} from DRAM"),
         ("ended", _ended(stats)),
     )
-    tiers = table("TIER", ">USED", ">CAPACITY", ">SEGMENTS", "STATE", "PATH")
+    tiers = table("TIER", ">USED", ">CAPACITY", ">SEGMENTS", "STATE", "/PATH", drops=("SEGMENTS",))
     for tier in stats.tiers:
         tiers.add_row(
             tier.tier.name,
@@ -182,7 +185,8 @@ def stats_view(stats: StoreStats) -> RenderableType:
 
 def paths_table(tiers: Sequence[TierStats]) -> RenderableType:
     """Where bytes lie, one place per line."""
-    rows = table("TIER", ">USED", ">CAPACITY", ">FULL", ">FRAGMENTED", ">SEGMENTS", "STATE", "PATH", "WHY")
+    titles = ("TIER", ">USED", ">CAPACITY", ">FULL", ">FRAGMENTED", ">SEGMENTS", "STATE", "/PATH", "WHY")
+    rows = table(*titles, drops=("SEGMENTS", "FRAGMENTED"))
     for tier in tiers:
         rows.add_row(
             tier.tier.name,
@@ -207,12 +211,13 @@ def fragmented(tier: TierStats) -> float:
 
 def leases_table(leases: Sequence[HeldLease]) -> RenderableType:
     """Leases, one per line."""
-    rows = table(">LEASE", "TENANT", "SESSION", "TOKENS", ">HOLDS", "READER", ">AGE", "EXPIRES")
+    titles = (">LEASE", "TENANT", "SESSION", "TOKENS", ">HOLDS", "READER", ">AGE", "EXPIRES")
+    rows = table(*titles, drops=("AGE", "TENANT", "READER", "TOKENS"))
     for lease in leases:
         rows.add_row(
             str(lease.lease_id),
             lease.tenant,
-            lease.session,
+            session_id(lease.session),
             f"{lease.token_begin}:{lease.token_end}",
             human_size(lease.pinned_bytes),
             _reader(lease),
@@ -268,13 +273,13 @@ def prefix_grid(prefix: PrefixMatch) -> RenderableType:
 
 def prefixes_table(prefixes: Sequence[SharedPrefix]) -> RenderableType:
     """Prefixes that sessions share, one per line."""
-    rows = table(">TOKENS", ">SESSIONS", ">SAVED", "ONE OF THEM", "KEY")
+    rows = table(">TOKENS", ">SESSIONS", ">SAVED", "ONE OF THEM", "KEY", drops=("KEY", "SAVED"))
     for prefix in prefixes:
         rows.add_row(
             str(prefix.token_count),
             str(prefix.session_count),
             human_size(prefix.saved_bytes),
-            prefix.session,
+            session_id(prefix.session),
             prefix.key.hex()[:FINGERPRINT_DIGITS] or "-",
         )
     return rows
@@ -282,7 +287,7 @@ def prefixes_table(prefixes: Sequence[SharedPrefix]) -> RenderableType:
 
 def faults_table(faults: Sequence[InjectedFault]) -> RenderableType:
     """Faults that may strike yet, one per line."""
-    rows = table(">FAULT", "KIND", "PATH", "HOW", ">TIMES", ">FOR")
+    rows = table(">FAULT", "KIND", "/PATH", "HOW", ">TIMES", ">FOR")
     for fault in faults:
         kind = _word(fault.kind)
         rows.add_row(
@@ -333,13 +338,86 @@ def grid(*facts: tuple[str, str]) -> Table:
     return made
 
 
-def table(*titles: str) -> Table:
-    """Build an empty table; a title that begins with `>` is a column of numbers."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in titles:
-        is_number = title.startswith(">")
-        made.add_column(title.lstrip(">"), justify="right" if is_number else "left", overflow="fold")
-    return made
+def table(*titles: str, drops: Sequence[str] = ()) -> "Rows":
+    """Build an empty table, see `Rows`."""
+    return Rows(titles, drops)
+
+
+GAP = 2
+"""Columns of the screen between two of a table."""
+PATH_WIDTH = 24
+"""The least of a path that is shown."""
+
+
+class Rows:
+    """A table of one fact per line, for a screen of any width: no name is wrapped.
+
+    A title that begins with `>` is of numbers, one with `/` of paths, which are cut in the middle where the
+    screen is too narrow. Before that, columns of `drops` are left out, one after the other.
+    """
+
+    def __init__(self, titles: Sequence[str], drops: Sequence[str]) -> None:
+        self._titles, self._drops = titles, drops
+        self._rows: list[tuple[str, ...]] = []
+
+    def add_row(self, *cells: str) -> None:
+        """Add a line, with a cell for each title."""
+        self._rows.append(cells)
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lay it out for a screen."""
+        shown = [*range(len(self._titles))]
+        for title in self._drops:
+            if self._needed(shown) > options.max_width:
+                shown = [i for i in shown if self._titles[i].lstrip(">/") != title]
+        # Every path is cut to the same width, which is what the others leave.
+        paths = [i for i in shown if self._titles[i].startswith("/")]
+        left = options.max_width - self._needed([i for i in shown if i not in paths]) - GAP * len(paths)
+        path_width = max(left // max(len(paths), 1), PATH_WIDTH)
+        made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        for i in shown:
+            # A column without a least width would be cut where all of them are too wide.
+            width = min(self._width(i), path_width) if i in paths else self._least(i)
+            is_text = self._titles[i] in TEXTS
+            made.add_column(
+                self._titles[i].lstrip(">/"),
+                justify="right" if self._titles[i].startswith(">") else "left",
+                overflow="fold",
+                no_wrap=not is_text,
+                min_width=width,
+            )
+        for row in self._rows:
+            made.add_row(*[Text(cut(row[i], path_width) if i in paths else row[i]) for i in shown])
+        yield made
+
+    def _width(self, column: int) -> int:
+        return max(map(cell_len, [self._titles[column].lstrip(">/"), *(row[column] for row in self._rows)]))
+
+    def _least(self, column: int) -> int:
+        title, width = self._titles[column], self._width(column)
+        if title in TEXTS:
+            return min(width, TEXT_WIDTH)
+        return min(width, PATH_WIDTH) if title.startswith("/") else width
+
+    def _needed(self, columns: Sequence[int]) -> int:
+        return sum(map(self._least, columns)) + GAP * max(len(columns) - 1, 0)
+
+
+TEXTS, TEXT_WIDTH = ("WHY", "LABELS"), 20
+"""Titles of texts, which may be wrapped, and the least width of one."""
+
+
+def cut(path: str, width: int) -> str:
+    """A path of at most so many characters, its middle left out. Its end tells more than its begin."""
+    if len(path) <= width:
+        return path
+    end = (width - 1) * 2 // 3
+    return f"{path[: width - 1 - end]}…{path[len(path) - end :]}"
+
+
+def session_id(name: str) -> str:
+    """A session as tables name it."""
+    return name.removeprefix("sessions/")
 
 
 def _count(streams: StreamRange) -> int:
@@ -445,7 +523,7 @@ def _misses(answer: MissReport) -> Table:
     rows = _history("LAST", "TIMES", "SESSION", "ASKED BY", "FOUND")
     for one in answer.misses:
         found = one.result.replace("_", " ")
-        rows.add_row(when(one.time_ns), str(one.count), one.session, one.access, found)
+        rows.add_row(when(one.time_ns), str(one.count), session_id(one.session), one.access, found)
     return rows
 
 

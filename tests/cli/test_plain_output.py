@@ -1,20 +1,27 @@
 """What people read: our own words, right plurals, and no traceback for Ctrl-C."""
 
+import contextlib
+import fcntl
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 from command_line import TIMEOUT_S, ctxcache, ctxcache_json
-from server_process import ServerProcess
+from server_process import COMMAND_LINE, ServerProcess
 from stored import store_session
 
 from ctxcache.cli.commands import COMMANDS
 from ctxcache.cli.failures import ExitCode
 from tests.nursery import without_settings
+
+WIDTH = 80
 
 
 @pytest.mark.parametrize(
@@ -83,6 +90,59 @@ def test_ctrl_c_while_commands_are_imported_is_quiet(tmp_path: Path) -> None:
     )
 
     assert (ran.returncode, ran.stdout, ran.stderr) == (128 + signal.SIGINT, "", "")
+
+
+def on_a_screen(target: str, *words: str) -> list[str]:
+    """The lines that a terminal of 80 columns shows."""
+    terminal, other_end = pty.openpty()
+    fcntl.ioctl(other_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
+    with subprocess.Popen(
+        [*COMMAND_LINE, "--target", target, *words],
+        env=without_settings(os.environ) | {"TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=other_end,
+        stderr=subprocess.PIPE,
+    ):
+        os.close(other_end)
+        shown = b""
+        # The end of a terminal whose other end is closed is an error.
+        with contextlib.suppress(OSError):
+            while part := os.read(terminal, 1 << 16):
+                shown += part
+    os.close(terminal)
+    return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).replace("\r", "").splitlines()
+
+
+def test_tables_fit_80_columns_with_whole_names(tmp_path: Path) -> None:
+    """One line for each fact; what does not fit is left out, and long paths lose their middle."""
+    name = "conversation-of-user-4711-of-2026-11-29"
+    ssd = tmp_path / ("a-long-name-of-a-directory-" * 3)
+    with ServerProcess(tmp_path / "data", "--ssd-directories", str(ssd)) as server:
+        store_session(server.target, name, token_count=64)
+        tables = {
+            words: on_a_screen(server.target, *words)
+            for words in (("session", "list"), ("model", "list"), ("tier", "list"), ("tenants",), ("stats",))
+        }
+
+    for words, lines in tables.items():
+        assert max(map(len, lines)) <= WIDTH, words
+        assert "sessions/" not in "".join(lines), words
+    for words in (("session", "list"), ("model", "list"), ("tenants",)):
+        assert len(tables[words]) == 2, tables[words]
+    assert tables["session", "list"][1].startswith(f"{name} ")
+    assert len(tables["tier", "list"]) == 3
+    assert re.search(r" /\S+…\S*/segments\.dat ", tables["tier", "list"][2])
+
+
+@pytest.mark.parametrize("words", [(), ("serve",), ("doctor",), ("session", "list"), ("session", "delete")])
+def test_help_of_80_columns_has_whole_options(words: tuple[str, ...]) -> None:
+    """Whatever their length."""
+    shown = ctxcache(*words, "--help", environment={"COLUMNS": str(WIDTH)}).stdout
+    options = re.findall(r"^│ *\*? *(--[^ ]+)", shown, re.MULTILINE)
+
+    assert len(options) > 2
+    assert not [option for option in options if "…" in option]
+    assert max(map(len, shown.splitlines())) <= WIDTH
 
 
 def test_what_is_used_every_day_comes_first() -> None:

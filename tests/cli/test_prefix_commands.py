@@ -94,7 +94,7 @@ def test_top_lists_what_is_shared(target: str) -> None:
     [shared] = listed["prefixes"]
     assert (shared["token_count"], shared["session_count"], listed["has_more"]) == (128, 2, False)
     assert shared["saved_bytes"] > 0
-    assert "sessions/" in ctxcache("--target", target, "prefix", "top").stdout
+    assert "sessions/" not in ctxcache("--target", target, "prefix", "top").stdout
 
 
 @pytest.mark.parametrize("content", ["1 2 3", "{}", "[]", "[1.5]", "[true]"])

@@ -96,7 +96,7 @@ def test_list_never_cuts_a_name_in_a_pipe(target: str) -> None:
 
     listed = ctxcache("--target", target, "session", "list", "--model", "long-names", "--limit", "1")
 
-    assert name in listed.stdout
+    assert f"\n{name.removeprefix('sessions/')} " in listed.stdout
 
 
 def test_keep_recent_keeps_four_sinks_too(target: str) -> None:
