@@ -676,6 +676,7 @@ class Appends:
         for run in reservation.advance(token_count):
             self._release(run.segment, reservation.client)
         self._state.counters.appended_token_count += added
+        self._state.appended_tokens[session.tenant] += added
         if self._state.journal.listening is not None:
             self._state.journal.did(Call.APPEND, session, tokens=added)
 

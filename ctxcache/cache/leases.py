@@ -285,6 +285,7 @@ class Leases:
             self._ledger.touched(session, self._state.clock.now_ns())
             self._ledger.read_began(session, lease.pieces, now_ns / SECOND_NS)
         self._state.counters.read_token_count += lease.end - lease.begin
+        self._state.read_tokens[tenant] += lease.end - lease.begin
         self._state.counters.dram_hit_token_count += lease.end - lease.begin
         self._found(lease)
         return lease
@@ -568,6 +569,7 @@ class Leases:
             for leased in (session, *others):
                 self._ledger.touched(leased, looked_ns)
             self._state.counters.read_token_count += span[1] - span[0]
+            self._state.read_tokens[session.tenant] += span[1] - span[0]
             self._state.counters.dram_hit_token_count += dram_token_count
         lease = Lease(
             self._new_id(),

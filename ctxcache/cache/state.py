@@ -108,6 +108,10 @@ class State:
         """Where generations begin: a crash took back commits that had some too, and none may come again."""
         # Metrics read these two objects, which are counted where things happen.
         self.counters, self.seen = Counters(), Observations()
+        self.read_tokens: Counter[str] = Counter()
+        """Tokens that each tenant read since the start."""
+        self.appended_tokens: Counter[str] = Counter()
+        """Tokens that each tenant committed since the start."""
         self.is_prefetch_wanted = asyncio.Event()
         """Set when a session may have come to be worth promoting ahead of need."""
         self.unstage: Callable[[Segment], None] = lambda _: None

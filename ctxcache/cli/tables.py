@@ -133,7 +133,10 @@ def models_table(models: Sequence[ModelInfo]) -> RenderableType:
 def tenants_table(tenants: Sequence[TenantStats]) -> RenderableType:
     """Tenants, one per line."""
     sizes = (">DRAM", ">OF ITS OWN", ">SSD", ">OF ITS OWN", ">LIMIT", ">RETAINED", ">PINNED")
-    rows = table("TENANT", ">SESSIONS", *sizes, drops=("PINNED", "RETAINED", "LIMIT"))
+    rows = table(
+        "TENANT", ">SESSIONS", *sizes, ">READ", ">APPENDED",
+        drops=("APPENDED", "READ", "PINNED", "RETAINED", "LIMIT"),
+    )  # fmt: skip
     for use in tenants:
         amounts = (
             use.dram_bytes,
@@ -148,6 +151,8 @@ def tenants_table(tenants: Sequence[TenantStats]) -> RenderableType:
             "-" if use.limit_bytes is None else human_size(use.limit_bytes),
             human_size(use.retained_bytes),
             human_size(use.pinned_bytes),
+            f"{use.read_token_count:,}",
+            f"{use.appended_token_count:,}",
         )
     return rows
 
@@ -168,6 +173,7 @@ def stats_view(stats: StoreStats) -> RenderableType:
         ),
         ("appended", counted(stats.appended_token_count, "token")),
         ("read", f"{counted(stats.read_token_count, 'token')}, {_share(stats)} from DRAM"),
+        ("saved", _saved(stats)),
         ("ended", _ended(stats)),
     )
     tiers = table("TIER", ">USED", ">CAPACITY", ">SEGMENTS", "STATE", "/PATH", drops=("SEGMENTS",))
@@ -181,6 +187,12 @@ def stats_view(stats: StoreStats) -> RenderableType:
             tier.path,
         )
     return Group(head, Text(), tiers)
+
+
+def _saved(stats: StoreStats) -> str:
+    """The prefill of what was read, and its price where one is set."""
+    hours = f"{stats.saved_prefill_seconds / 3600:,.2f} engine hours of prefill"
+    return hours if stats.saved_dollars is None else f"{hours}, {stats.saved_dollars:,.2f} $"
 
 
 def paths_table(tiers: Sequence[TierStats]) -> RenderableType:

@@ -586,6 +586,12 @@ class StoreStats:
     """Segments that shall have two copies on SSD now, and have one that can be had."""
     joined_segment_count: int = 0
     """Short segments of long sessions that were made one with others."""
+    saved_prefill_seconds: float = 0.0
+    """Engine seconds that computing the tokens that were read would have taken, by the setting
+    `prefill_tokens_per_s`.
+    """
+    saved_dollars: float | None = None
+    """US dollars of these seconds, by the setting `engine_cents_per_hour`. Unset: no price is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,6 +621,10 @@ class TenantStats:
     """
     pinned_bytes: int = 0
     """Bytes that are kept in DRAM on request. For a tenant without a share: of all such tenants together."""
+    read_token_count: int = 0
+    """Tokens read or leased since the start."""
+    appended_token_count: int = 0
+    """Tokens committed since the start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -475,6 +475,8 @@ def read_store_stats(message: admin_pb2.Stats) -> types.StoreStats:
         uncopied_segment_count=message.uncopied_segment_count,
         single_copy_segment_count=message.single_copy_segment_count,
         joined_segment_count=message.joined_segment_count,
+        saved_prefill_seconds=message.saved_prefill_seconds,
+        saved_dollars=message.saved_dollars if message.HasField("saved_dollars") else None,
     )
 
 
@@ -514,6 +516,8 @@ def write_store_stats(plain: types.StoreStats) -> admin_pb2.Stats:
         uncopied_segment_count=plain.uncopied_segment_count,
         single_copy_segment_count=plain.single_copy_segment_count,
         joined_segment_count=plain.joined_segment_count,
+        saved_prefill_seconds=plain.saved_prefill_seconds,
+        saved_dollars=plain.saved_dollars,
     )
 
 
@@ -529,6 +533,8 @@ def read_tenant_stats(message: admin_pb2.TenantUse) -> types.TenantStats:
         limit_bytes=message.limit_bytes if message.HasField("limit_bytes") else None,
         retained_bytes=message.retained_bytes,
         pinned_bytes=message.pinned_bytes,
+        read_token_count=message.read_token_count,
+        appended_token_count=message.appended_token_count,
     )
 
 
@@ -544,6 +550,8 @@ def write_tenant_stats(plain: types.TenantStats) -> admin_pb2.TenantUse:
         limit_bytes=plain.limit_bytes,
         retained_bytes=plain.retained_bytes,
         pinned_bytes=plain.pinned_bytes,
+        read_token_count=plain.read_token_count,
+        appended_token_count=plain.appended_token_count,
     )
 
 

@@ -23,6 +23,7 @@ from ctxcache.cache import Cache
 from ctxcache.cache.state import LOOKUP, READ, RESULTS
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.observations import QUICK_S, Histogram
+from ctxcache.core.savings import Savings
 from ctxcache.observe.families import families
 from ctxcache.observe.moment import Sample, taken
 from ctxcache.observe.table import OWN
@@ -190,8 +191,15 @@ def _tenants(cache: Cache) -> Iterator[Sample]:
             sums["ctxcache_tenant_guaranteed_bytes", as_name, tier] += size_bytes
         if as_name == name and own.limit_bytes is not None:
             yield Sample("ctxcache_tenant_limit_bytes", own.limit_bytes, (name,))
+        sums["ctxcache_tenant_read_tokens_total", as_name, ""] += cache.state.read_tokens[name]
+        sums["ctxcache_tenant_appended_tokens_total", as_name, ""] += cache.state.appended_tokens[name]
     for (metric, tenant, tier), value in sums.items():
         yield Sample(metric, value, (tenant, tier) if tier else (tenant,))
+
+
+def _saved(savings: Savings, token_count: int) -> Iterator[Sample]:
+    yield Sample("ctxcache_saved_prefill_seconds_total", savings.prefill_s(token_count))
+    yield Sample("ctxcache_saved_dollars_total", savings.dollars(token_count) or 0.0)
 
 
 def shown_tenants(names: set[str], kept_bytes: dict[str, int], with_share: set[str]) -> set[str]:
@@ -254,6 +262,7 @@ class Sources:
     """The settings that differ from their default, as people may see them."""
     shows_names: Callable[[], bool]
     """Whether sessions and engines may be named to whoever reaches the endpoint."""
+    savings: Savings
     scrape_s: Histogram = field(default_factory=lambda: Histogram(QUICK_S))
 
     @property
@@ -301,6 +310,7 @@ class Exposition:
 def read(sources: Sources) -> Iterator[Sample]:
     """All samples but those that ask the system, or RocksDB."""
     yield from read_cache(sources.cache)
+    yield from _saved(sources.savings, sources.cache.state.counters.read_token_count)
     yield from _server(sources)
     yield from _calls(sources)
 

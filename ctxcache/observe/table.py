@@ -279,6 +279,18 @@ HITS = Group(
             "tier",
         ),
         counter(
+            "saved_prefill_seconds",
+            "seconds",
+            "Engine seconds that the tokens that were read would have taken, by `prefill_tokens_per_s`.",
+            "For scale only: set `prefill_tokens_per_s` to what the engines reach.",
+        ),
+        counter(
+            "saved_dollars",
+            "dollars",
+            "US dollars of these seconds, by `engine_cents_per_hour`; 0 where no price is set.",
+            "For scale only.",
+        ),
+        counter(
             "appended_tokens",
             "tokens",
             "Tokens committed.",
@@ -674,6 +686,20 @@ TENANTS = Group(
             "tenants",
             "Tenants that have something, or a share.",
             "More than 100: those that have least are counted together as `_other` below.",
+        ),
+        counter(
+            "tenant_read_tokens",
+            "tokens",
+            "Tokens that a tenant read or leased.",
+            "For a bill: with `ctxcache_tenant_bytes` over time and the tokens appended.",
+            "tenant",
+        ),
+        counter(
+            "tenant_appended_tokens",
+            "tokens",
+            "Tokens that a tenant committed.",
+            "For a bill, as above.",
+            "tenant",
         ),
         gauge("tenant_sessions", "sessions", "A tenant's sessions.", "For scale only.", "tenant"),
         gauge(

@@ -26,6 +26,7 @@ from ctxcache.core.placement.policy import Capacities, Ranked
 from ctxcache.core.placement.served import ranked_policy
 from ctxcache.core.placement.shares import Shares
 from ctxcache.core.placement.value import MissCost, Objective
+from ctxcache.core.savings import Savings
 from ctxcache.errors import (
     AddressUnusable,
     CacheError,
@@ -135,6 +136,7 @@ class Server:
         self.cache = cache
         """To be looked at, not changed."""
         self._files = files
+        self._savings = Savings(settings.prefill_tokens_per_s, settings.engine_cents_per_hour)
         self._identification, self._lessons = identification, lessons
         is_divided = not identification.is_open
         self.admissions = Admissions(
@@ -424,6 +426,7 @@ class Server:
             loop_lag_s=self._lag.lag_s,
             settings=lambda: differing(self.settings),
             shows_names=self._shows_names,
+            savings=self._savings,
         )
 
     def _shows_names(self) -> bool:
@@ -442,6 +445,7 @@ class Server:
             self.addresses,
             lambda: self.storage.arena.prefaulted_bytes,
             self.settings.placement_policy,
+            self._savings,
         )
         served = cast("grpc.aio.Server", self._edge)
         session_pb2_grpc.add_SessionServiceServicer_to_server(

@@ -21,6 +21,7 @@ from ctxcache.cache.scrubbing import Scrubbed
 from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.history import Event, Happened, Miss
 from ctxcache.core.placement.shares import Share
+from ctxcache.core.savings import Savings
 from ctxcache.errors import CacheError, FaultsNotEnabled, InvalidArgument
 from ctxcache.service import convert, validate
 from ctxcache.service.activity import activity
@@ -51,6 +52,7 @@ class About:
     listen_addresses: tuple[str, ...]
     arena_prefaulted_bytes: Callable[[], int]
     placement_policy: str
+    savings: Savings
 
 
 RECORD_DEFAULT_NS = 3600 * 10**9
@@ -134,6 +136,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             spared_bytes=ledger.unwritten.dirty_bytes - ledger.unwritten.due_bytes,
             single_copy_segment_count=len(ledger.copies.single),
             arena_prefaulted_bytes=self._about.arena_prefaulted_bytes(),
+            saved_prefill_seconds=self._about.savings.prefill_s(counters.read_token_count),
+            saved_dollars=self._about.savings.dollars(counters.read_token_count),
             **{name: getattr(counters, name) for name in counters.__slots__},
             **asdict(ledger.placement.prefetched),
         )
@@ -324,6 +328,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             limit_bytes=own.limit_bytes,
             retained_bytes=retained_bytes,
             pinned_bytes=pinned_bytes,
+            read_token_count=self._cache.state.read_tokens[tenant],
+            appended_token_count=self._cache.state.appended_tokens[tenant],
         )
 
     def _tiers(self) -> list[admin_pb2.TierStats]:

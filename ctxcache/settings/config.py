@@ -168,6 +168,7 @@ class Settings(BaseSettings):
     placement_policy: PolicyName = _knob("placement_policy")
     placement_objective: Literal["turns", "tokens", "seconds"] = _knob("placement_objective")
     prefill_tokens_per_s: int = _knob("prefill_tokens_per_s")
+    engine_cents_per_hour: int = _knob("engine_cents_per_hour")
     default_ttl_s: float = _knob("default_ttl_s")
     tenant_shares: TenantShares = _knob("tenant_shares")
     retention_share: float = _knob("retention_share")

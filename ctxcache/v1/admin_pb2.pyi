@@ -480,6 +480,8 @@ class Stats(_message.Message):
     UNCOPIED_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     SINGLE_COPY_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
     JOINED_SEGMENT_COUNT_FIELD_NUMBER: _builtins.int
+    SAVED_PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    SAVED_DOLLARS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the server."""
     data_directory: _builtins.str
@@ -542,6 +544,10 @@ class Stats(_message.Message):
     """Segments that shall have two copies on SSD now, and have one that can be had."""
     joined_segment_count: _builtins.int
     """Short segments of long sessions that were made one with others."""
+    saved_prefill_seconds: _builtins.float
+    """Engine seconds that computing the tokens that were read would have taken, by the setting `prefill_tokens_per_s`."""
+    saved_dollars: _builtins.float
+    """US dollars of these seconds, by the setting `engine_cents_per_hour`. Unset: no price is set."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it started."""
@@ -591,12 +597,16 @@ class Stats(_message.Message):
         uncopied_segment_count: _builtins.int = ...,
         single_copy_segment_count: _builtins.int = ...,
         joined_segment_count: _builtins.int = ...,
+        saved_prefill_seconds: _builtins.float = ...,
+        saved_dollars: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_saved_dollars", b"_saved_dollars", "saved_dollars", b"saved_dollars", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_token_count", b"appended_token_count", "arena_prefaulted_bytes", b"arena_prefaulted_bytes", "corrupt_segment_count", b"corrupt_segment_count", "data_directory", b"data_directory", "delayed_write_count", b"delayed_write_count", "dirty_bytes", b"dirty_bytes", "dram_hit_token_count", b"dram_hit_token_count", "evicted_session_count", b"evicted_session_count", "expired_session_count", b"expired_session_count", "flushed_segment_count", b"flushed_segment_count", "joined_segment_count", b"joined_segment_count", "lease_count", b"lease_count", "listen_addresses", b"listen_addresses", "mended_copy_count", b"mended_copy_count", "mended_segment_count", b"mended_segment_count", "model_count", b"model_count", "prefetch_late_segment_count", b"prefetch_late_segment_count", "prefetch_unused_segment_count", b"prefetch_unused_segment_count", "prefetch_used_segment_count", b"prefetch_used_segment_count", "prefetched_segment_count", b"prefetched_segment_count", "promoted_segment_count", b"promoted_segment_count", "quarantined_bytes", b"quarantined_bytes", "quarantined_slot_count", b"quarantined_slot_count", "read_token_count", b"read_token_count", "reservation_count", b"reservation_count", "segment_count", b"segment_count", "session_count", b"session_count", "single_copy_segment_count", b"single_copy_segment_count", "spared_bytes", b"spared_bytes", "start_time", b"start_time", "tiers", b"tiers", "unadmitted_session_count", b"unadmitted_session_count", "uncopied_segment_count", b"uncopied_segment_count", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved_dollars", b"_saved_dollars", "appended_token_count", b"appended_token_count", "arena_prefaulted_bytes", b"arena_prefaulted_bytes", "corrupt_segment_count", b"corrupt_segment_count", "data_directory", b"data_directory", "delayed_write_count", b"delayed_write_count", "dirty_bytes", b"dirty_bytes", "dram_hit_token_count", b"dram_hit_token_count", "evicted_session_count", b"evicted_session_count", "expired_session_count", b"expired_session_count", "flushed_segment_count", b"flushed_segment_count", "joined_segment_count", b"joined_segment_count", "lease_count", b"lease_count", "listen_addresses", b"listen_addresses", "mended_copy_count", b"mended_copy_count", "mended_segment_count", b"mended_segment_count", "model_count", b"model_count", "prefetch_late_segment_count", b"prefetch_late_segment_count", "prefetch_unused_segment_count", b"prefetch_unused_segment_count", "prefetch_used_segment_count", b"prefetch_used_segment_count", "prefetched_segment_count", b"prefetched_segment_count", "promoted_segment_count", b"promoted_segment_count", "quarantined_bytes", b"quarantined_bytes", "quarantined_slot_count", b"quarantined_slot_count", "read_token_count", b"read_token_count", "reservation_count", b"reservation_count", "saved_dollars", b"saved_dollars", "saved_prefill_seconds", b"saved_prefill_seconds", "segment_count", b"segment_count", "session_count", b"session_count", "single_copy_segment_count", b"single_copy_segment_count", "spared_bytes", b"spared_bytes", "start_time", b"start_time", "tiers", b"tiers", "unadmitted_session_count", b"unadmitted_session_count", "uncopied_segment_count", b"uncopied_segment_count", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__saved_dollars: _TypeAlias = _typing.Literal["saved_dollars"]  # noqa: Y015
+    _WhichOneofArgType__saved_dollars: _TypeAlias = _typing.Literal["_saved_dollars", b"_saved_dollars"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__saved_dollars) -> _WhichOneofReturnType__saved_dollars | None: ...
 
 Global___Stats: _TypeAlias = Stats  # noqa: Y015
 
@@ -670,6 +680,8 @@ class TenantUse(_message.Message):
     LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     RETAINED_BYTES_FIELD_NUMBER: _builtins.int
     PINNED_BYTES_FIELD_NUMBER: _builtins.int
+    READ_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    APPENDED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """The tenant."""
     session_count: _builtins.int
@@ -690,6 +702,10 @@ class TenantUse(_message.Message):
     """Bytes that are retained on SSD on request. For a tenant without a share: of all such tenants together."""
     pinned_bytes: _builtins.int
     """Bytes that are kept in DRAM on request. For a tenant without a share: of all such tenants together."""
+    read_token_count: _builtins.int
+    """Tokens read or leased since the start."""
+    appended_token_count: _builtins.int
+    """Tokens committed since the start."""
     def __init__(
         self,
         *,
@@ -703,10 +719,12 @@ class TenantUse(_message.Message):
         limit_bytes: _builtins.int | None = ...,
         retained_bytes: _builtins.int = ...,
         pinned_bytes: _builtins.int = ...,
+        read_token_count: _builtins.int = ...,
+        appended_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_bytes", b"_limit_bytes", "dram_bytes", b"dram_bytes", "guaranteed_dram_bytes", b"guaranteed_dram_bytes", "guaranteed_ssd_bytes", b"guaranteed_ssd_bytes", "kept_bytes", b"kept_bytes", "limit_bytes", b"limit_bytes", "pinned_bytes", b"pinned_bytes", "retained_bytes", b"retained_bytes", "session_count", b"session_count", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_bytes", b"_limit_bytes", "appended_token_count", b"appended_token_count", "dram_bytes", b"dram_bytes", "guaranteed_dram_bytes", b"guaranteed_dram_bytes", "guaranteed_ssd_bytes", b"guaranteed_ssd_bytes", "kept_bytes", b"kept_bytes", "limit_bytes", b"limit_bytes", "pinned_bytes", b"pinned_bytes", "read_token_count", b"read_token_count", "retained_bytes", b"retained_bytes", "session_count", b"session_count", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_bytes: _TypeAlias = _typing.Literal["limit_bytes"]  # noqa: Y015
     _WhichOneofArgType__limit_bytes: _TypeAlias = _typing.Literal["_limit_bytes", b"_limit_bytes"]  # noqa: Y015

@@ -30,7 +30,9 @@ def fill(message: Message, draw: random.Random) -> Message:
     """Give every field a value, some of them the defaults; repeated ones have two."""
     for field in message.DESCRIPTOR.fields:
         held: Any = getattr(message, field.name)
-        if field.message_type is not None:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            held.update({f"key{number}": "text" for number in range(draw.randrange(3))})
+        elif field.message_type is not None:
             for part in [held.add(), held.add()] if field.is_repeated else [held]:
                 part.SetInParent()
                 if field.message_type.full_name.startswith("google.protobuf"):

@@ -10,6 +10,7 @@ from urllib.request import urlopen
 import pytest
 from far_side import LAYOUT, OWN, SPEC, make_rows
 from live_server import LiveServer, serving, settings_in
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import ctxcache
@@ -41,17 +42,21 @@ def live(tmp_path: Path) -> Iterator[LiveServer]:
 
 def counted(live: LiveServer) -> Counter[str]:
     """Results of reads, as the server's metrics have them."""
+    return Counter(
+        {
+            sample.labels["result"]: int(sample.value)
+            for family in scraped(live)
+            for sample in family.samples
+            if sample.name == "ctxcache_accesses_total" and sample.labels["by"] == "read" and sample.value
+        }
+    )
+
+
+def scraped(live: LiveServer) -> list[Metric]:
+    """The server's metrics."""
     address = live.ask(lambda server: server.metrics_address)
     with urlopen(f"http://{address}/metrics") as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-        return Counter(
-            {
-                sample.labels["result"]: int(sample.value)
-                for family in families
-                for sample in family.samples
-                if sample.name == "ctxcache_accesses_total" and sample.labels["by"] == "read" and sample.value
-            }
-        )
+        return list(text_string_to_metric_families(answer.read().decode()))
 
 
 def read(client: Client, name: str, end: int | None) -> str:
@@ -95,3 +100,34 @@ def test_each_read_has_one_result(live: LiveServer) -> None:
             assert counted(live) == +expected, (route, name, end)
     assert expected["hit"] > READ_COUNT / 3
     assert expected["quota"] > READ_COUNT / 20
+
+
+def test_the_store_says_what_it_saves(tmp_path: Path) -> None:
+    """In engine seconds by the rate that is set, in money where a price is, and each tenant's tokens."""
+    rates = {"prefill_tokens_per_s": 50, "engine_cents_per_hour": 3600}
+    with serving(settings_in(tmp_path, metrics_listen="127.0.0.1:0", **rates)) as live:
+        with ctxcache.connect(live.target) as client:
+            client.models.register(SPEC)
+            session = client.sessions.create(OWN, id="a", layout=LAYOUT)
+            session.append(make_rows(100))
+            for _ in range(3):
+                read(client, "a", None)
+            stats = client.admin.stats()
+            (use,) = client.admin.list_tenants()
+        metrics = {sample.name: sample.value for family in scraped(live) for sample in family.samples}
+
+    assert (stats.read_token_count, use.read_token_count, use.appended_token_count) == (300, 300, 100)
+    assert stats.saved_prefill_seconds == pytest.approx(300 / 50)
+    # A cent a second: 3600 cents an hour.
+    assert stats.saved_dollars == pytest.approx(6 * 0.01)
+    assert metrics["ctxcache_saved_prefill_seconds_total"] == pytest.approx(6)
+    assert metrics["ctxcache_saved_dollars_total"] == pytest.approx(0.06)
+    assert metrics["ctxcache_tenant_read_tokens_total"] == 300
+    assert metrics["ctxcache_tenant_appended_tokens_total"] == 100
+
+
+def test_without_a_price_nothing_is_said_in_money(live: LiveServer) -> None:
+    """The fact is not there; the metric is 0."""
+    with ctxcache.connect(live.target) as client:
+        read(client, "short", None)
+        assert client.admin.stats().saved_dollars is None

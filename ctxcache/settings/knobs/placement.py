@@ -42,6 +42,17 @@ PLACEMENT = Section(
             most=10**9,
         ),
         Knob(
+            name="engine_cents_per_hour",
+            kind=KnobKind.COUNT,
+            default=0,
+            unit="US cents an hour",
+            help="Price of one engine with all of its GPUs: with it the store says what it saves in money.",
+            advice="what you pay for the GPUs of one engine",
+            watch="ctxcache_saved_dollars_total",
+            least=0,
+            most=10**9,
+        ),
+        Knob(
             name="default_ttl_s",
             kind=KnobKind.SECONDS,
             default=3600,
