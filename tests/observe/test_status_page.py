@@ -20,11 +20,12 @@ from service_rig import TOKENS, rows
 from ctxcache.cache.leases import ReadRequest
 from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.format.checksums import wire_checksum
-from ctxcache.observe import moment, status_page
+from ctxcache.observe import moment, status_page, status_page_markup
 from ctxcache.observe.alerts import STORE_ALERTS, holding
 from ctxcache.observe.moment import MINUTES, Moment, Recording, Ring, Sample, quantile, taken
 from ctxcache.observe.status import SHOWN, Engine, SessionLine, SessionList, status_of
-from ctxcache.observe.status_page import element, is_own_name, page
+from ctxcache.observe.status_page import is_own_name, page
+from ctxcache.observe.status_page_markup import element
 from ctxcache.observe.table import METRICS
 from ctxcache.server.server import Server
 from ctxcache.v1.block_pb2 import (
@@ -419,18 +420,18 @@ async def test_many_who_look_cost_one_look(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        (status_page.size_text(0), "0 B"),
-        (status_page.size_text(1536), "1.5 KiB"),
-        (status_page.size_text(3 << 40), "3.0 TiB"),
-        (status_page.count_text(950), "950"),
-        (status_page.count_text(12345), "12.3k"),
-        (status_page.count_text(4e6), "4.0M"),
-        (status_page.time_text(0.0032), "3.2 ms"),
-        (status_page.time_text(7500), "2 h 5 min"),
-        (status_page.time_text(3 * 86400 + 4 * 3600), "3 d 4 h"),
-        (status_page.share_text(0.9999), "99.9 %"),
-        (status_page.share_text(1), "100 %"),
-        (status_page.share_text(0.5), "50 %"),
+        (status_page_markup.size_text(0), "0 B"),
+        (status_page_markup.size_text(1536), "1.5 KiB"),
+        (status_page_markup.size_text(3 << 40), "3.0 TiB"),
+        (status_page_markup.count_text(950), "950"),
+        (status_page_markup.count_text(12345), "12.3k"),
+        (status_page_markup.count_text(4e6), "4.0M"),
+        (status_page_markup.time_text(0.0032), "3.2 ms"),
+        (status_page_markup.time_text(7500), "2 h 5 min"),
+        (status_page_markup.time_text(3 * 86400 + 4 * 3600), "3 d 4 h"),
+        (status_page_markup.share_text(0.9999), "99.9 %"),
+        (status_page_markup.share_text(1), "100 %"),
+        (status_page_markup.share_text(0.5), "50 %"),
     ],
 )
 def test_numbers_are_written_for_people(written: str, expected: str) -> None:
