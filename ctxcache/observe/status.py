@@ -115,15 +115,41 @@ HIT, EMPTY = "hit", "empty"
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A path of a tier."""
+    """A path of a tier. `problem`: why it takes no writes; empty while it does.
+
+    `problem_time_s`: since when, as Unix time; None where the problem passes by itself.
+    """
 
     tier: str
     path: str
     state: str
+    problem: str
+    problem_time_s: float | None
     used_bytes: int
     capacity_bytes: int
     largest_free_bytes: int
     segment_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PathProblem:
+    """Why a path takes no writes, and since when, as Unix time; None: it passes by itself."""
+
+    text: str
+    time_s: float | None
+
+
+def problems_of_paths(cache: Cache) -> dict[str, PathProblem]:
+    """Those of the SSD paths, by path."""
+    return {
+        cache.ssd.paths[i]: PathProblem(
+            refusal.problem, None if refusal.since_ns is None else refusal.since_ns / 10**9
+        )
+        for i, refusal in cache.ssd.refusals.items()
+    }
+
+
+NO_PROBLEM = PathProblem("", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +226,14 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Everything. `by_minute` ends with the minute that runs; `sessions` None: not to be shown."""
+    """Everything. `by_minute` ends with the minute that runs; `sessions` None: not to be shown.
+
+    `withheld_token_count`: tokens that sessions do not show while a path is lost.
+    """
 
     version: str
+    data_directory: str
+    addresses: tuple[str, ...]
     placement_policy: str
     start_time_s: float
     up_s: float
@@ -218,6 +249,8 @@ class Status:
     misses: Mapping[str, int]
     regretted_token_count: int
     paths: tuple[Path, ...]
+    withheld_session_count: int
+    withheld_token_count: int
     watermarks_bytes: Mapping[str, int]
     backlog: BacklogStatus
     running: tuple[StatusBound, ...]
@@ -229,12 +262,22 @@ class Status:
     sessions: SessionList | None
     settings: Mapping[str, str]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is stored, and nothing was asked for or written in the last hour."""
+        hour = self.last_hour
+        is_idle = not hour.access_count and not hour.appended_token_count
+        return is_idle and not self.session_count and not self.sharing.block_count
+
 
 def status_of(
     now: Moment,
     ring: Ring,
     *,
     now_s: float,
+    data_directory: str,
+    addresses: tuple[str, ...],
+    path_problems: Mapping[str, PathProblem],
     promotion_count: int,
     settings: Mapping[str, str],
     sessions: SessionList | None,
@@ -249,6 +292,8 @@ def status_of(
     calls = sum(sum(value.counts) for value in minutes5.distributions("ctxcache_rpc_seconds").values())
     return Status(
         version,
+        data_directory,
+        addresses,
         policy,
         start_s,
         up_s,
@@ -268,7 +313,9 @@ def status_of(
         ),
         _misses(hour),
         int(hour.one("ctxcache_regretted_tokens_total")),
-        tuple(_paths(now)),
+        tuple(_paths(now, path_problems)),
+        int(now.one("ctxcache_withheld_sessions")),
+        int(now.one("ctxcache_withheld_tokens")),
         {labels[0]: int(value) for labels, value in now.of("ctxcache_watermark_bytes").items()},
         _backlog(now),
         _running(now, promotion_count),
@@ -305,13 +352,15 @@ def _misses(grown: Moment) -> Mapping[str, int]:
     return {reason: count for reason, count in counts.most_common() if count}
 
 
-def _paths(now: Moment) -> list[Path]:
+def _paths(now: Moment, problems: Mapping[str, PathProblem]) -> list[Path]:
     states = {labels[:2]: labels[2] for labels, value in now.of("ctxcache_path_state").items() if value}
     return [
         Path(
             tier,
             path,
             states.get((tier, path), "open"),
+            problems.get(path, NO_PROBLEM).text,
+            problems.get(path, NO_PROBLEM).time_s,
             int(now.one("ctxcache_tier_used_bytes", tier, path)),
             int(capacity),
             int(now.one("ctxcache_tier_largest_free_bytes", tier, path)),

@@ -9,8 +9,9 @@ that no other page can point here.
 import asyncio
 import ipaddress
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
@@ -32,8 +33,10 @@ from ctxcache.observe.status import (
     Tenant,
     listed_engines,
     listed_sessions,
+    problems_of_paths,
     status_of,
 )
+from ctxcache.observe.status_page_guide import guide
 from ctxcache.observe.status_page_markup import (
     Html,
     count_text,
@@ -45,8 +48,11 @@ from ctxcache.observe.status_page_markup import (
     time_text,
     void,
 )
+from ctxcache.observe.status_page_runbook import RUNBOOK, advice, entry_link, runbook
 
 HEIGHT, SLOT, BAR = 100, 10, 8
+LABELLED = 10
+"""Minutes from which the middle of an axis has a label."""
 
 
 def hit_chart(by_minute: Sequence[Hits]) -> Html:
@@ -142,7 +148,7 @@ def _columns(
     count = len(by_minute)
     columns = []
     for i, (stack, text) in enumerate(zip(stacks, texts, strict=True)):
-        x = (MINUTES - count + i) * SLOT
+        x = i * SLOT
         ago = f"{count - i - 1} min ago" if i < count - 1 else "this minute"
         parts = [element("rect", x=x, y=0, width=BAR, height=HEIGHT, class_="slot")] if is_whole[i] else []
         top = float(HEIGHT)
@@ -155,13 +161,13 @@ def _columns(
                     )
                 )
         columns.append(element("g", element("title", f"{ago}: {text}"), joined(*parts)))
-    base = element("rect", x=0, y=HEIGHT - 1, width=MINUTES * SLOT, height=1, class_="base")
+    base = element("rect", x=0, y=HEIGHT - 1, width=count * SLOT, height=1, class_="base")
     return element(
         "svg",
         base,
         *columns,
         class_="columns",
-        view_box=f"0 0 {MINUTES * SLOT} {HEIGHT}",
+        view_box=f"0 0 {count * SLOT} {HEIGHT}",
         preserve_aspect_ratio="none",
         role="img",
         aria_label=label,
@@ -169,13 +175,28 @@ def _columns(
 
 
 REFRESH_WITHOUT_SCRIPT_S = 15
-MISSES = {
-    "never_stored": "never stored",
-    "fingerprint_mismatch": "another model",
-    "corrupt": "corrupt",
-    "quota": "no room, or too much at once",
-    "refused": "caller mistaken",
+POLICIES: Mapping[str, str] = {
+    "lru": "the least recently used leaves first",
+    "fifo": "what came first leaves first",
+    "t-lru": "what is soon computed again leaves first, then the least recently used",
+    "look-ahead": "sessions of waiting jobs stay, and of others the least recently used leaves first",
+    "value": "sessions leave first whose expected return is worth least for their bytes",
 }
+"""What leaves first, by the policy's name."""
+MISSES = {
+    "never_stored": "never stored under that name",
+    "evicted": "evicted to make room",
+    "expired": "expired: not used within its TTL",
+    "deleted": "deleted by a caller",
+    "fingerprint_mismatch": "saved with another model",
+    "corrupt": "bytes came back wrong",
+    "quota": "no room, or too much at once",
+    "timeout": "took longer than the caller waits",
+    "device": "the device failed",
+    "device_lost": "lies on a lost SSD path",
+    "refused": "the caller's mistake",
+}
+"""Why an access missed, by its result."""
 NOT_SHOWN = (
     "Names of sessions and engines are not shown: this page asks nobody who they are. "
     'status_names = "on" shows them.'
@@ -191,7 +212,7 @@ def page(status: Status) -> Html:
         void("meta", name="color-scheme", content="light dark"),
         # Only without script: with it the page fetches itself anew.
         element("noscript", void("meta", http_equiv="refresh", content=REFRESH_WITHOUT_SCRIPT_S)),
-        element("title", f"({count}) ctxcache" if count else "ctxcache"),
+        element("title", f"({count}) " * bool(count) + f"ctxcache {status.data_directory}"),
         void("link", rel="icon", href="data:,"),
         void("link", rel="stylesheet", href="/status.css"),
         element("script", src="/status.js", defer=True),
@@ -202,10 +223,9 @@ def page(status: Status) -> Html:
         element(
             "main",
             _alerts(status),
+            *([guide(status.addresses, status.settings)] if status.is_empty else []),
             _tiles(status),
-            _hits(status),
-            _misses(status),
-            _tokens(status),
+            *(_charts(status) if not status.is_empty else []),
             _tiers(status),
             _backlog(status.backlog),
             _running(status.running),
@@ -220,6 +240,9 @@ def page(status: Status) -> Html:
             element("a", "JSON", href="/status.json"),
             " and as ",
             element("a", "Prometheus metrics", href="/metrics"),
+            ". What alerts mean: the ",
+            element("a", "runbook", href=RUNBOOK),
+            ".",
             element("span", id="age"),
         ),
     )
@@ -230,13 +253,18 @@ def _header(status: Status) -> Html:
     worst = CRITICAL if any(held.severity == CRITICAL for held in status.alerts) else "warning"
     state = "draining" if not status.is_ready else worst if status.alerts else "well"
     words_of = {"draining": "draining", "well": "all well", CRITICAL: "needs you", "warning": "look here"}
+    policy = status.placement_policy
     return element(
         "header",
         element("h1", "ctxcache"),
+        element("code", status.data_directory, title="the data directory"),
         element("span", words_of[state], class_=f"pill {state}"),
+        element("span", f"{status.version} · up {time_text(status.up_s)}", class_="quiet"),
         element(
             "span",
-            f"{status.version} · {status.placement_policy} · up {time_text(status.up_s)}",
+            "placement: ",
+            element("b", policy),
+            f", {POLICIES[policy]}" if policy in POLICIES else "",
             class_="quiet",
         ),
     )
@@ -255,10 +283,9 @@ def _alerts(status: Status) -> Html:
                     element("strong", held.summary),
                     " ",
                     element("span", _measured(held), class_="quiet"),
-                    element("code", held.alert),
-                    element("p", *_prose(held.means)),
-                    element("p", element("b", "Look at: "), *_prose(held.look)),
-                    element("p", element("b", "Do: "), *_prose(held.do)),
+                    element("code", entry_link(held.alert)),
+                    *_facts_of(held, status),
+                    *advice(held),
                     class_=held.severity,
                 )
                 for held in status.alerts
@@ -269,9 +296,43 @@ def _alerts(status: Status) -> Html:
     )
 
 
-def _prose(text: str) -> list[Html | str]:
-    # What stands between backquotes is code.
-    return [element("code", part) if i % 2 else part for i, part in enumerate(text.split("`"))]
+STATE_OF = {
+    "CtxcachePathLost": "lost",
+    "CtxcachePathFenced": "fenced",
+    "CtxcachePathLacksRoom": "resting",
+}
+"""The state of a path, by the alert that tells of it."""
+
+
+def _facts_of(held: HeldAlert, status: Status) -> list[Html]:
+    """Which paths it is about, since when, why and what they cost now."""
+    state = STATE_OF.get(held.alert)
+    paths = [path for path in status.paths if path.state == state]
+    facts = [
+        element(
+            "p",
+            element("code", path.path),
+            f" is {state}{_since(path.problem_time_s, status)}",
+            f": {path.problem}" if path.problem else "",
+        )
+        for path in paths
+    ]
+    if state == "lost" and paths:
+        sessions, tokens = count_text(status.withheld_session_count), count_text(status.withheld_token_count)
+        cost = (
+            f"It costs {tokens} tokens of {sessions} sessions, until it is back."
+            if status.withheld_session_count
+            else "It costs no session a token so far."
+        )
+        facts.append(element("p", cost))
+    return facts
+
+
+def _since(time_s: float | None, status: Status) -> str:
+    if time_s is None:
+        return ""
+    ago_s = max(status.start_time_s + status.up_s - time_s, 0)
+    return f" since {datetime.fromtimestamp(time_s, UTC):%Y-%m-%d %H:%M} UTC, {time_text(ago_s)} ago"
 
 
 def _measured(held: HeldAlert) -> str:
@@ -287,17 +348,17 @@ def _tiles(status: Status) -> Html:
     lag = status.backlog.lag_s
     tiles = (
         (
-            "Hits, last hour",
+            "Hits",
             share_text(hour.hit_share) if hour.access_count else "none asked",
-            f"{count_text(hour.access_count)} accesses",
+            f"of {count_text(hour.access_count)} accesses, {_hours(status)}",
         ),
-        ("Tokens reused", count_text(hour.dram_token_count + hour.ssd_token_count), "in the last hour"),
+        ("Tokens reused", count_text(hour.dram_token_count + hour.ssd_token_count), _hours(status)),
         (
             "Found by tokens",
             share_text(sharing.found_share) if sharing.asked_token_count else "none asked",
             f"{size_text(sharing.adopted_bytes)} not stored again",
         ),
-        ("Sessions", count_text(status.session_count), f"of {count_text(status.model_count)} models"),
+        ("Sessions", count_text(status.session_count), f"of {_models(status.model_count)}"),
         ("Blocks", count_text(sharing.block_count), "of engines"),
         ("Calls", f"{count_text(round(status.calls_per_s, 1))}/s", "in the last five minutes"),
         ("At stake in a crash", time_text(lag) if lag else "nothing", "age of what only memory has"),
@@ -319,6 +380,10 @@ def _tiles(status: Status) -> Html:
     )
 
 
+def _models(count: int) -> str:
+    return "1 model" if count == 1 else f"{count_text(count)} models"
+
+
 def _card(title: str, *children: Html, class_: str = "half", more: str = "") -> Html:
     head = element("h2", title, element("span", more, class_="quiet") if more else Html(""))
     return element("section", head, *children, class_=f"card {class_}")
@@ -330,14 +395,18 @@ def _legend(*names: tuple[str, str]) -> Html:
     )
 
 
+def _charts(status: Status) -> list[Html]:
+    return [_hits(status), _misses(status), _tokens(status)]
+
+
 def _hits(status: Status) -> Html:
     return _card(
         "Hits",
         hit_chart(status.by_minute),
-        _axis(),
+        _axis(status),
         _legend(("in DRAM", "dram"), ("on SSD", "ssd"), ("missed", "slot")),
         class_="two-thirds",
-        more="share of accesses, last hour",
+        more=f"share of accesses, {_hours(status)}",
     )
 
 
@@ -346,29 +415,43 @@ def _tokens(status: Status) -> Html:
     return _card(
         "Tokens",
         token_chart(status.by_minute),
-        _axis(),
+        _axis(status),
         _legend(("reused from DRAM", "dram"), ("reused from SSD", "ssd"), ("appended", "new")),
         class_="two-thirds",
         more=f"by minute, up to {count_text(most)}",
     )
 
 
-def _axis() -> Html:
-    return element(
-        "p", element("span", "1 h ago"), element("span", "30 min"), element("span", "now"), class_="axis"
-    )
+def _axis(status: Status) -> Html:
+    """As long as the chart: the minutes that the store has lived, an hour at most."""
+    count = len(status.by_minute)
+    begin = "1 h ago" if count == MINUTES else f"{count} min ago"
+    middle = [element("span", f"{count // 2} min")] if count >= LABELLED else []
+    return element("p", element("span", begin), *middle, element("span", "now"), class_="axis")
+
+
+def _hours(status: Status) -> str:
+    """The time that is looked at."""
+    count = len(status.by_minute)
+    return "last hour" if count == MINUTES else f"since the start, {count} min"
 
 
 def _misses(status: Status) -> Html:
-    most = max(status.misses.values(), default=0)
+    missed_count = sum(status.misses.values())
     rows = [
-        _row(MISSES.get(reason, reason), count_text(count), meter([(count / most, "miss")], label=f"{count}"))
+        _row(
+            MISSES.get(reason, reason),
+            f"{count_text(count)} · {share_text(count / missed_count)}",
+            meter([(count / missed_count, "miss")], label=f"{share_text(count / missed_count)} of misses"),
+        )
         for reason, count in status.misses.items()
     ]
+    asked_count = status.last_hour.access_count
+    missed = f"{count_text(missed_count)} of {count_text(asked_count)} accesses"
     regret = status.regretted_token_count
     return _card(
-        "Misses",
-        *(rows or [_nothing("None in the last hour.")]),
+        "Why sessions were missed",
+        *(rows or [_nothing(f"None, {_hours(status)}.")]),
         *(
             [
                 element(
@@ -381,7 +464,7 @@ def _misses(status: Status) -> Html:
             else []
         ),
         class_="third",
-        more="last hour",
+        more=missed if missed_count else "",
     )
 
 
@@ -416,7 +499,8 @@ def _path(path: Path, status: Status) -> Html:
         f"{size_text(path.used_bytes)} of {size_text(path.capacity_bytes)}, "
         f"{count_text(path.segment_count)} segments, largest free run {size_text(path.largest_free_bytes)}"
     )
-    bar = meter([(used, path.tier)], marks, label=more)
+    # A path that takes no writes is not in the colour of one that is well.
+    bar = meter([(used, path.tier if path.state == "open" else path.state)], marks, label=more)
     return joined(_row(name, share_text(used), bar), element("p", more, *state, class_="quiet small"))
 
 
@@ -574,8 +658,10 @@ SCAN_S = 10.0
 class StatusPages:
     """Makes a status when it is asked for. Owned by the event loop."""
 
-    def __init__(self, sources: Sources, recording: Recording) -> None:
-        self._sources, self._recording = sources, recording
+    def __init__(
+        self, sources: Sources, recording: Recording, addresses: Callable[[], Iterable[str]]
+    ) -> None:
+        self._sources, self._recording, self._addresses = sources, recording, addresses
         self._turn = asyncio.Lock()
         self._made: dict[bool, tuple[float, Status]] = {}
         self._sessions: tuple[float, SessionList] | None = None
@@ -588,6 +674,7 @@ class StatusPages:
         return {
             "/": self._html,
             "/status.json": self._json,
+            RUNBOOK: partial(_fixed, Answer(runbook().encode(), "text/html; charset=utf-8")),
             "/status.css": partial(_fixed, Answer(css, "text/css; charset=utf-8")),
             "/status.js": partial(_fixed, Answer(script, "text/javascript; charset=utf-8")),
         }
@@ -625,6 +712,9 @@ class StatusPages:
             self._recording.read(),
             self._recording.ring,
             now_s=cache.state.clock.wall_ns() / 10**9,
+            data_directory=self._sources.data_directory,
+            addresses=tuple(self._addresses()),
+            path_problems=problems_of_paths(cache),
             promotion_count=cache.promotions.running_count,
             settings=self._sources.settings(),
             sessions=sessions,
@@ -648,8 +738,10 @@ def is_own_name(host: str) -> bool:
     return True
 
 
-def pages_of(sources: Sources, recording: Recording) -> Mapping[str, Page]:
-    """By path.
+def pages_of(
+    sources: Sources, recording: Recording, addresses: Callable[[], Iterable[str]]
+) -> Mapping[str, Page]:
+    """By path. `addresses`: those that the store listens on.
 
     `/metrics`, `/healthz` (the event loop answers), `/readyz` (it takes work), and the status page's.
     """
@@ -669,4 +761,4 @@ def pages_of(sources: Sources, recording: Recording) -> Mapping[str, Page]:
         return Answer(f"{problem}\n".encode(), status=HTTPStatus.SERVICE_UNAVAILABLE)
 
     machines = {"/metrics": metrics, "/healthz": is_alive, "/readyz": is_ready}
-    return machines | dict(StatusPages(sources, recording).pages())
+    return machines | dict(StatusPages(sources, recording, addresses).pages())

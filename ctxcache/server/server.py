@@ -169,7 +169,7 @@ class Server:
         token = settings.metrics_token_file
         metrics_tls = self._metrics_tls
         self.metrics = Endpoint(
-            pages_of(sources, self.recording),
+            pages_of(sources, self.recording, lambda: self.addresses),
             bearer=None if token is None else Bearer(token, source="metrics_token_file"),
             tls=None if metrics_tls is None else lambda: metrics_tls.context,
         )

@@ -8,22 +8,27 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from alert_series import SERIES
+from documents import ROOT
 from observed import fetch, load, observed
 from service_rig import TOKENS, rows
 
 from ctxcache.cache.leases import ReadRequest
+from ctxcache.cache.state import EMPTY, HIT, RESULTS
 from ctxcache.core.observations import QUICK_S, Histogram
+from ctxcache.core.placement.names import POLICY_NAMES
 from ctxcache.format.checksums import wire_checksum
-from ctxcache.observe import moment, status_page, status_page_markup
+from ctxcache.observe import moment, status_page, status_page_guide, status_page_markup
 from ctxcache.observe.alerts import STORE_ALERTS, holding
 from ctxcache.observe.moment import MINUTES, Moment, Recording, Ring, Sample, quantile, taken
-from ctxcache.observe.status import SHOWN, Engine, SessionLine, SessionList, status_of
+from ctxcache.observe.status import SHOWN, Engine, PathProblem, SessionLine, SessionList, status_of
 from ctxcache.observe.status_page import is_own_name, page
 from ctxcache.observe.status_page_markup import element
 from ctxcache.observe.table import METRICS
@@ -357,6 +362,9 @@ def _evil_page() -> str:
         Moment(samples),
         ring,
         now_s=1,
+        data_directory=EVIL,
+        addresses=(EVIL,),
+        path_problems={EVIL: PathProblem(EVIL, 0.0)},
         promotion_count=0,
         settings={EVIL: EVIL},
         sessions=SessionList((bad,), (bad,), 1),
@@ -395,6 +403,7 @@ async def test_a_browser_is_told_to_run_nothing_else(tmp_path: Path) -> None:
         "/status.js",
         "/status.json",
         "/metrics",
+        "/runbook",
     }
 
 
@@ -437,6 +446,198 @@ async def test_many_who_look_cost_one_look(tmp_path: Path, monkeypatch: pytest.M
 def test_numbers_are_written_for_people(written: str, expected: str) -> None:
     """Short, with a unit, and nothing that is not all is called all."""
     assert written == expected
+
+
+# -- the store itself, and what is wrong with it -----------------------------------------------------
+
+
+async def test_the_page_names_its_store_and_its_placement(tmp_path: Path) -> None:
+    """Of ten open pages each is told by its title; the policy is in words."""
+    async with observed(tmp_path, placement_policy="lru") as (server, _, _):
+        html, facts = await _get(server, "/"), json.loads(await _get(server, "/status.json"))
+
+    assert facts["data_directory"] == str(tmp_path / "data")
+    assert f"<title>ctxcache {tmp_path / 'data'}</title>" in html
+    assert f"{tmp_path / 'data'}</code>" in html.partition("<main>")[0]
+    assert "placement: <b>lru</b>, the least recently used leaves first" in html
+
+
+def test_every_policy_and_every_reason_has_words() -> None:
+    """None is shown by its name alone."""
+    assert set(status_page.POLICIES) == set(POLICY_NAMES)
+    assert set(status_page.MISSES) == set(RESULTS) - {HIT, EMPTY}
+
+
+def _page_after(minutes: int, *samples: Sample) -> str:
+    """The page of a store whose accesses grew by some in each minute since its start."""
+    ring = Ring()
+    for i in range(minutes):
+        ring.add(_accesses(i * 10.0))
+    now = [Sample("ctxcache_info", 1, ("1", "value")), Sample("ctxcache_ready", 1)]
+    counted = Sample("ctxcache_accesses_total", minutes * 10.0, ("read", "hit"))
+    status = status_of(
+        Moment([*now, counted, *samples]),
+        ring,
+        now_s=minutes * 60,
+        data_directory="/data",
+        addresses=("127.0.0.1:7420",),
+        path_problems={},
+        promotion_count=0,
+        settings={},
+        sessions=None,
+        engines=None,
+    )
+    return page(status)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "width", "labels"),
+    [
+        (1, 1, ["1 min ago", "now"]),
+        (3, 3, ["3 min ago", "now"]),
+        (24, 24, ["24 min ago", "12 min", "now"]),
+        (200, MINUTES, ["1 h ago", "30 min", "now"]),
+    ],
+)
+def test_an_axis_is_as_long_as_the_store_has_lived(minutes: int, width: int, labels: list[str]) -> None:
+    """A store of three minutes has no empty hour, and says of which time its figures are."""
+    html = _page_after(minutes)
+
+    assert set(re.findall(r'class="columns" viewBox="0 0 (\d+) 100"', html)) == {str(width * 10)}
+    axes = re.findall(r'<p class="axis">(.*?)</p>', html)
+    assert [re.findall(r"<span>([^<]*)</span>", axis) for axis in axes] == [labels] * 2
+    assert ("last hour" in html) == (minutes >= MINUTES)
+    assert (f"since the start, {minutes} min" in html) == (minutes < MINUTES)
+
+
+def test_misses_are_in_words_the_most_frequent_first_with_shares() -> None:
+    """Each with its share of all misses, which is its bar too."""
+    missed = [
+        Sample("ctxcache_accesses_total", count, ("read", reason))
+        for reason, count in (("device_lost", 10.0), ("evicted", 60.0), ("never_stored", 30.0))
+    ]
+    html = _page_after(2, *missed)
+    card = html.partition("Why sessions were missed")[2].partition("</section>")[0]
+    rows = re.findall(r'<span>([^<]+)</span><b>([^<]+)</b>.*?width="([\d.]+)"', card)
+
+    assert rows == [
+        ("evicted to make room", "60 · 60 %", "600.0"),
+        ("never stored under that name", "30 · 30 %", "300.0"),
+        ("lies on a lost SSD path", "10 · 10 %", "100.0"),
+    ]
+    assert "100 of 120 accesses" in card
+
+
+async def test_an_empty_store_says_how_to_point_an_engine_at_it(tmp_path: Path) -> None:
+    """A line each, with the address that it listens on; charts come with the first session."""
+    async with observed(tmp_path) as (server, _, _):
+        empty = await _get(server, "/")
+        address = server.addresses[0]
+    lines = status_page_guide.lines(address)
+
+    assert list(lines) == ["vLLM", "LMCache", "SGLang", "llama.cpp", "Python"]
+    for line in lines.values():
+        assert address in line
+        assert element("code", line) in empty
+    assert 'class="columns"' not in empty
+
+
+async def test_a_store_with_a_session_shows_charts(tmp_path: Path) -> None:
+    """The lines for engines are gone then."""
+    async with observed(tmp_path) as (server, client, _):
+        await client.create("one")
+        await client.append("one", 1, 0, 64)
+        html = await _get(server, "/")
+
+    assert 'class="columns"' in html
+    assert "Point an engine at it" not in html
+
+
+@pytest.mark.parametrize(
+    ("engine", "document", "pattern"),
+    [
+        ("vLLM", "vllm", r"--kv-transfer-config '(\{.*?\})'"),
+        ("LMCache", "lmcache", r"--l2-adapter '(\{.*?\})'"),
+        ("SGLang", "sglang", r"--hicache-storage-backend-extra-config \\?\s*'(\{.*?\})'"),
+    ],
+)
+def test_the_lines_are_those_of_the_documents(engine: str, document: str, pattern: str) -> None:
+    """The same JSON, but for the store's address and the model's directory."""
+    line = status_page_guide.lines("127.0.0.1:7420")[engine]
+    text = (ROOT / "docs" / f"{document}.md").read_text()
+
+    def said_in(source: str) -> dict[str, Any]:
+        found = re.search(pattern, source, re.DOTALL)
+        assert found is not None
+        said: dict[str, Any] = json.loads(found[1])
+        for place in (said, said.get("adapter_params", {})):
+            place.pop("target", None)
+            place.pop("model_directory", None)
+        said.pop("kv_connector_extra_config", None)
+        return said
+
+    assert said_in(line) == said_in(text)
+    options = set(re.findall(r"--[a-z][\w-]+", line))
+    assert options <= set(re.findall(r"--[a-z][\w-]+", text))
+
+
+def test_an_address_is_one_that_a_caller_may_name() -> None:
+    """All addresses are none; a socket's path is one."""
+    assert status_page_guide.reachable(["0.0.0.0:7420"]) == "HOST:7420"
+    assert status_page_guide.reachable(["[::]:7420"]) == "HOST:7420"
+    assert status_page_guide.reachable(["10.0.0.7:7420", "unix:/run/s"]) == "10.0.0.7:7420"
+    assert status_page_guide.reachable(["unix:/run/s"]) == "unix:/run/s"
+
+
+async def test_a_lost_disk_says_which_since_when_and_what_it_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With why, what to do, and the way to the runbook's entry; its bar is not that of a well one."""
+    disks = (tmp_path / "a", tmp_path / "b")
+    for disk in disks:
+        disk.mkdir()
+    async with observed(tmp_path, ssd_directories=disks) as (_, client, _):
+        for i in range(4):
+            await client.create(f"s{i}")
+            await client.append(f"s{i}", i, 0, 64, is_durable=True)
+    (tmp_path / "a").rename(tmp_path / "gone")
+    async with observed(tmp_path, ssd_directories=disks, ssd_missing="serve") as (server, _, clock):
+        await server.cache.devices.look()
+        facts = json.loads(await _get(server, "/status.json"))
+        since_s = facts["paths"][1]["problem_time_s"]
+        clock.jump(to_ns=round((since_s + 720.5) * 10**9))
+        monkeypatch.setattr(status_page, "FRESH_S", 0)
+        facts, html = json.loads(await _get(server, "/status.json")), await _get(server, "/")
+
+    lost, well = facts["paths"][1:]
+    assert (lost["path"], lost["state"]) == (str(disks[0] / "segments.dat"), "lost")
+    assert lost["problem"]
+    assert (well["problem"], well["problem_time_s"]) == ("", None)
+    entry = re.search(r'<li class="critical">(.*?)</li>', html, re.DOTALL)
+    assert entry is not None
+    told = re.sub(r"<[^>]+>", "", entry[1])
+    since = datetime.fromtimestamp(since_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    assert abs(since_s - time.time()) < 600
+    assert f"{disks[0]}/segments.dat is lost since {since}, 12 min ago: {lost['problem']}" in told
+    assert "It costs 128 tokens of 2 sessions, until it is back." in told
+    assert (facts["withheld_token_count"], facts["withheld_session_count"]) == (128, 2)
+    assert "Do: Mount or mend it" in told
+    assert 'href="/runbook#ctxcachepathlost"' in entry[1]
+    tiers = html.partition("<h2>Tiers</h2>")[2].partition("</section>")[0]
+    assert re.findall(r'height="10" class="(\w+)"', tiers) == ["dram", "mark", "mark", "lost", "ssd"]
+
+
+async def test_the_store_shows_its_runbook(tmp_path: Path) -> None:
+    """An entry for each alert that the page can link to, and none of its links leads nowhere."""
+    async with observed(tmp_path) as (server, _, _):
+        html = await _get(server, "/runbook")
+    ids = set(re.findall(r' id="(\w+)"', html))
+
+    assert ids == {alert.name.lower() for alert in STORE_ALERTS}
+    linked = set(re.findall(r'href="/runbook#(\w+)"', html))
+    assert "ctxcacheeventloopstalls" in linked
+    assert linked <= ids
+    assert "<script" not in html
 
 
 # -- in a browser ------------------------------------------------------------------------------------

@@ -78,3 +78,27 @@ def test_a_device_is_lost_by_a_probe_and_found_by_one() -> None:
     assert lost == TierRefusal("probe: no", is_final=True, is_lost=True)
     assert health.refusal == TierRefusal("write: no", is_final=True)
     assert not health.is_doubted
+
+
+def test_a_refusal_says_since_when() -> None:
+    """The time of the first reason, and of a later loss its own; what passes by itself has none."""
+    health, clock = _health()
+    fenced_ns = clock.wall_ns()
+    health.fence("fdatasync: no")
+    clock.advance(seconds=5)
+    health.fence("again: no")
+    fenced = health.refusal
+    lost_ns = clock.wall_ns()
+    health.lose("probe: no")
+    clock.advance(seconds=5)
+    health.lose("probe: still no")
+    lost = health.refusal
+    resting, _ = _health()
+    resting.write_failed("write: full", errno.ENOSPC)
+
+    assert fenced is not None
+    assert fenced.since_ns == fenced_ns
+    assert lost is not None
+    assert lost.since_ns == lost_ns
+    assert resting.refusal is not None
+    assert resting.refusal.since_ns is None

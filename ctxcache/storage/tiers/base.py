@@ -5,7 +5,7 @@ implementation passes `TierContract`, which `tests/tiers/test_tier_contract.py` 
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ctxcache.format.layout import Slot
@@ -21,6 +21,8 @@ class TierRefusal:
     problem: str
     is_final: bool
     is_lost: bool = False
+    since_ns: int | None = field(default=None, compare=False)
+    """When the path was lost or fenced, as Unix time; None for what passes by itself."""
 
     @property
     def state(self) -> str:

@@ -44,6 +44,7 @@ class PathHealth:
         self._rest_ends_ns = 0
         self._read_failure_count = 0
         self._loss = self._displacement = ""
+        self._fenced_ns = self._lost_ns = 0
         self._is_doubted = False
 
     @property
@@ -61,9 +62,9 @@ class PathHealth:
         """Why the path takes no writes now; None while it does."""
         if self._loss:
             # A loss goes before other reasons: callers have to know it.
-            return TierRefusal(self._loss, is_final=bool(self._fence), is_lost=True)
+            return TierRefusal(self._loss, is_final=bool(self._fence), is_lost=True, since_ns=self._lost_ns)
         if self._fence:
-            return TierRefusal(self._fence, is_final=True)
+            return TierRefusal(self._fence, is_final=True, since_ns=self._fenced_ns)
         if self._is_held:
             return TierRefusal(HELD, is_final=False)
         if self._displacement:
@@ -112,6 +113,9 @@ class PathHealth:
 
     def lose(self, problem: str) -> None:
         """Note that the path's bytes cannot be read."""
+        # The time comes first: whoever sees the loss sees when it was.
+        if not self._loss:
+            self._lost_ns = self._clock.wall_ns()
         is_first, self._loss = not self._loss, problem
         if is_first:
             log.error("path_lost path=%s problem=%s", self._path, problem)
@@ -140,6 +144,8 @@ class PathHealth:
     def fence(self, problem: str) -> None:
         """Take no more writes until a restart."""
         with self._lock:
+            if not self._fence:
+                self._fenced_ns = self._clock.wall_ns()
             # The first reason stays: later ones follow from it.
             is_first, self._fence = not self._fence, self._fence or problem
             self._is_doubted = True
