@@ -10,6 +10,7 @@ from server_process import ServerProcess
 
 TIMEOUT_S = 60
 README = blocks(ROOT / "README.md", "python")[0]
+BLOCKS = blocks(ROOT / "docs" / "coming_from.md", "python")[0]
 CLIENT = "".join(blocks(ROOT / "docs" / "python.md", "python"))
 TUTORIAL = dict(
     re.findall(
@@ -29,14 +30,14 @@ def test_the_blocks_run_in_order_and_again(tmp_path: Path) -> None:
         said = [
             _said(aimed_at(source, server.target), tmp_path)
             for _ in range(2)
-            for source in (README, TUTORIAL["engine.py"], CLIENT)
+            for source in (README, TUTORIAL["engine.py"], CLIENT, BLOCKS)
         ]
 
     first, again = (
         "100 tokens; the last row is [7 7 7 ... 7 7 7]\n",
         "200 tokens; the last row is [7 7 7 ... 7 7 7]\n",
     )
-    assert said == [first, "", "", again, "", ""]
+    assert said == [first, "", "", "HIT True\n", again, "", "", "HIT True\n"]
 
 
 def _said(source: str, directory: Path) -> str:

@@ -47,7 +47,16 @@ def test_the_wheel_is_what_pages_install() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["vllm.md", "sglang.md", "lmcache.md", "llamacpp.md", "vllm_kubernetes.md", "python.md"]
+    "page",
+    [
+        "vllm.md",
+        "sglang.md",
+        "lmcache.md",
+        "llamacpp.md",
+        "vllm_kubernetes.md",
+        "python.md",
+        "coming_from.md",
+    ],
 )
 def test_a_page_that_installs_the_wheel_says_where_it_comes_from(page: str) -> None:
     """By a link to the one place that tells it."""
