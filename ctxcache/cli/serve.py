@@ -22,7 +22,7 @@ from ctxcache.cli.documents import Output, examples
 from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.options import shared_of
 from ctxcache.cli.settings import load_settings, taking_settings
-from ctxcache.cli.units import human_size
+from ctxcache.cli.units import counted, human_size
 from ctxcache.runtime.files import keep_private
 from ctxcache.runtime.logs import log_to
 from ctxcache.runtime.memory import check_address_space, keep_freed_memory, look_seldom_at_what_stays
@@ -71,7 +71,7 @@ class Ready:
         lines = [f"ctxcache {self.version} is ready (pid {self.pid})"]
         lines += [f"  listens on  {address}" for address in self.listen_addresses]
         lines += [f"  bulk        {address}" for address in self.bulk_addresses]
-        lines.append(f"  data        {self.data_directory}, {self.session_count} sessions found")
+        lines.append(f"  data        {self.data_directory}, {counted(self.session_count, 'session')} found")
         place = f"{human_size(self.arena.size_bytes)} at {self.arena.path}"
         lines.append(f"  DRAM        {place}, {self.arena.reason}")
         lines.append(f"  local       {self.control_socket or 'by gRPC: no control socket'}")
