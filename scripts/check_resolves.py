@@ -4,7 +4,7 @@
     check_resolves.py [WORD ...]      only requirements that contain one of the words
 
 A resolver answers from the index's metadata: nothing is installed, and no engine is downloaded. Prints a line
-for each, and exits with 1 where one cannot be resolved. Needs `.venv`, and the network.
+for each. Exits with 1 where one cannot be resolved, with 77 where the index did not answer. Needs `.venv`.
 """
 
 import os
@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from setup import ROOT, find_uv, uv_settings
 
+UNANSWERED = 77
 BESIDE = (
     ("", "vllm==0.26.0"),
     ("", "vllm==0.28.0"),
@@ -40,7 +41,7 @@ BESIDE = (
 def main() -> None:
     """Resolve each, and say which cannot be."""
     uv, environment = find_uv(), os.environ | uv_settings()
-    failed = 0
+    failed = unanswered = 0
     with tempfile.TemporaryDirectory() as directory:
         command = [str(uv), "build", "--quiet", "--wheel", "--out-dir", directory, str(ROOT)]
         subprocess.run(command, env=environment, check=True)  # noqa: S603  our own words
@@ -60,12 +61,15 @@ def main() -> None:
             )
             name = f"ctxcache{f'[{extras}]' if extras else ''} {others}"
             if asked.returncode:
-                failed += 1
-                sys.stdout.write(f"no   {name}\n{asked.stderr}\n")
+                is_no = "No solution found" in asked.stderr
+                failed, unanswered = failed + is_no, unanswered + (not is_no)
+                sys.stdout.write(f"{'no  ' if is_no else '?   '} {name}\n{asked.stderr}\n")
                 continue
             chosen = [line for line in asked.stdout.splitlines() if line.startswith(("protobuf=", "grpcio="))]
             sys.stdout.write(f"yes  {name}: {', '.join(chosen)}\n")
             sys.stdout.flush()
+    if unanswered and not failed:
+        sys.exit(UNANSWERED)
     sys.exit(bool(failed))
 
 
