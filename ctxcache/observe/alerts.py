@@ -132,7 +132,10 @@ STORE_ALERTS = (
             "It has been draining for five minutes: a drain hangs on a call that does not end, or a flush on "
             "its device."
         ),
-        look="`ctxcache_rpcs` by sort, `ctxcache_flushes`, `ctxcache_path_state`.",
+        look=(
+            "`ctxcache lease list` for the clients that hold it up; `ctxcache_rpcs` by sort, "
+            "`ctxcache_flushes`, `ctxcache_path_state`."
+        ),
         do=(
             "Wait for `--drain-timeout-s` plus `--flush-timeout-s`; it ends by then. A supervisor that waits "
             "less kills it and loses what was not flushed."
@@ -150,7 +153,7 @@ STORE_ALERTS = (
             "The device under the path refused a write or a sync, or three reads in a row. It gets no more "
             "writes until a restart; its reads go on, and others take its share."
         ),
-        look="`ctxcache stats` for the reason, the kernel's log and SMART for the device.",
+        look="`ctxcache tier list` for the reason, the kernel's log and SMART for the device.",
         do=(
             "Replace or mend the device, then restart. A disk that is gone for good: operations.md, When "
             "something is full or broken."
@@ -170,8 +173,9 @@ STORE_ALERTS = (
             "them none; what memory has of it is being written to the other paths."
         ),
         look=(
-            "`ctxcache stats` for the reason, `ctxcache_withheld_sessions` and `ctxcache_withheld_tokens` "
-            "for how much; `ctxcache why-miss SESSION`; the kernel's log and `mount` for the device."
+            "`ctxcache tier list` for the reason, `ctxcache_withheld_sessions` and "
+            "`ctxcache_withheld_tokens` for how much; `ctxcache why-miss SESSION`; the kernel's log and "
+            "`mount` for the device."
         ),
         do=(
             "Mount or mend it: it is taken again within seconds of being back under its path, and sessions "
@@ -191,7 +195,10 @@ STORE_ALERTS = (
             "The filesystem answered writes with no space, no quota or no memory for a fifth of the last "
             "quarter of an hour."
         ),
-        look="`df` and quotas of the path; `ctxcache_filesystem_free_bytes`.",
+        look=(
+            "`ctxcache tier list` for the reason, `df` and quotas of the path; "
+            "`ctxcache_filesystem_free_bytes`."
+        ),
         do="Free room, or raise the quota. No restart is needed.",
     ),
     Alert(
@@ -286,7 +293,9 @@ STORE_ALERTS = (
         "segments",
         15,
         means="They shall be on two SSD directories and are on one, whose loss would cost their tokens.",
-        look="`ctxcache_path_state` and `ctxcache_tier_largest_free_bytes` of each SSD path.",
+        look=(
+            "`ctxcache tier list`: which SSD path takes no writes and why, and how much room the others have."
+        ),
         do="Bring the lost device back, replace it by an empty one, or give SSD more room. Copies follow.",
     ),
     Alert(
@@ -465,7 +474,10 @@ STORE_ALERTS = (
         "of the bound",
         10,
         means="For ten minutes further ones have waited, and been refused.",
-        look="`ctxcache_oldest_lease_seconds`, `ctxcache_pin_waiters`; which client has the leases.",
+        look=(
+            "`ctxcache lease list`: which client holds how much, and how long; "
+            "`ctxcache_oldest_lease_seconds`, `ctxcache_pin_waiters`."
+        ),
         do="Mend the client that does not let go; a larger arena for more readers at a time.",
     ),
     Alert(

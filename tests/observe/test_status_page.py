@@ -5,9 +5,11 @@ Its content, the readers that see names, that no name becomes markup, and that a
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -625,6 +627,52 @@ async def test_a_lost_disk_says_which_since_when_and_what_it_costs(
     assert 'href="/runbook#ctxcachepathlost"' in entry[1]
     tiers = html.partition("<h2>Tiers</h2>")[2].partition("</section>")[0]
     assert re.findall(r'height="10" class="(\w+)"', tiers) == ["dram", "mark", "mark", "lost", "ssd"]
+
+
+async def test_the_command_that_an_alert_of_a_path_names_has_the_reason(tmp_path: Path) -> None:
+    """What stands before `for the reason` is run, as an operator does who follows the alert."""
+    disks = (tmp_path / "a", tmp_path / "b")
+    for disk in disks:
+        disk.mkdir()
+    async with observed(tmp_path, ssd_directories=disks):
+        pass
+    (tmp_path / "a").rename(tmp_path / "gone")
+    async with observed(tmp_path, ssd_directories=disks, ssd_missing="serve") as (server, _, _):
+        problem = server.cache.ssd.refusals[0].problem
+        commands = {
+            alert.name: re.findall(r"`(ctxcache [a-z -]+)` for the reason", alert.look)
+            for alert in STORE_ALERTS
+            if alert.name in status_page.STATE_OF
+        }
+        told = [
+            await asyncio.to_thread(_output_of, command, server.addresses[0])
+            for (command,) in commands.values()
+        ]
+
+    assert len(told) == 3
+    assert [problem in text for text in told] == [True] * 3
+
+
+def _output_of(command: str, target: str) -> str:
+    program = Path(sys.executable).with_name("ctxcache")
+    words = [str(program), *command.split()[1:], "--target", target]
+    wide = os.environ | {"COLUMNS": "300"}
+    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60, env=wide).stdout
+
+
+@pytest.mark.parametrize(
+    ("alert", "command"),
+    [
+        ("CtxcacheNotReady", "ctxcache lease list"),
+        ("CtxcacheArenaHeld", "ctxcache lease list"),
+        ("CtxcacheSingleCopies", "ctxcache tier list"),
+    ],
+)
+def test_an_alert_names_the_command_that_has_the_reason(alert: str, command: str) -> None:
+    """Not only the metric that says that there is one."""
+    (look,) = [each.look for each in STORE_ALERTS if each.name == alert]
+
+    assert f"`{command}`" in look
 
 
 async def test_the_store_shows_its_runbook(tmp_path: Path) -> None:
