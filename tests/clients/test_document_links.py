@@ -1,6 +1,7 @@
 """Documents: links lead somewhere, named files are there, and what must be listed is listed."""
 
 import re
+import runpy
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import typer.main
 from documents import DOCUMENTS, ROOT, anchors, links, prose
 
+from ctxcache import __version__
 from ctxcache.cli.main import app
 from ctxcache.observe.table import METRICS
 from ctxcache.settings.knobs import KNOBS
@@ -70,12 +72,31 @@ def test_every_document_that_sources_name_is_there() -> None:
     assert [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()] == []
 
 
+BORROWED: Mapping[str, str] = runpy.run_path(str(ROOT / "scripts" / "site_hooks.py"))["BORROWED"]
+"""Files outside docs/ that are pages of the site, by page."""
+
+
 def test_every_page_is_in_the_sites_navigation() -> None:
-    """Once, and nothing else is."""
+    """Once, and nothing else is; the chart's, the changelog and the licence are pages as well."""
     named = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = [str(path.relative_to(ROOT / "docs")) for path in sorted((ROOT / "docs").rglob("*.md"))]
 
-    assert sorted(named) == pages
+    assert {"helm/ctxcache/README.md", "CHANGELOG.md", "LICENSE"} <= set(BORROWED.values())
+    assert sorted(named) == sorted([*pages, *BORROWED])
+
+
+def test_the_first_page_says_in_a_screen_what_it_is_for() -> None:
+    """For whom, with which engines, and three numbers, each with the page that it is from."""
+    text = (ROOT / "docs" / "index.md").read_text()
+    numbers = [row for row in text.splitlines() if re.match(r"\| .*\d.* \| .*\[.+\]\(.+\) \|$", row)]
+
+    assert len(text.split()) <= 250
+    for engine in ("vllm.md", "llamacpp.md", "lmcache.md", "sglang.md", "engines.md", "sidecar.md"):
+        assert f"({engine}" in text
+    assert "For whom" in text
+    assert len(numbers) == 3
+    source = re.sub(r"\s+", " ", (ROOT / "docs" / "performance.md").read_text())
+    assert [figure for figure in ("298 ms", " 71 ", "19.3 times", "6.4 s") if figure not in source] == []
 
 
 def test_the_readme_is_short() -> None:
@@ -108,7 +129,9 @@ def _verbs(command: object, prefix: str = "") -> list[str]:
 def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
     """Strictly, where `make docs` has set mkdocs up.
 
-    No page names a font, style or script of another host. Pages list all settings, metrics and alerts.
+    No page names a font, style or script of another host. Pages list all settings, metrics and alerts, each
+    with an anchor. Runbook, operations and what lies outside docs/ are linked, and every page shows the
+    version and a switch of its theme.
     """
     mkdocs = ROOT / ".venv-docs" / "bin" / "mkdocs"
     if not mkdocs.exists():
@@ -124,5 +147,30 @@ def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
     anchors = re.findall(r"docs/runbook\.md#(\w+)", rules)
     assert anchors
     assert [name for name in anchors if f'id="{name}"' not in (tmp_path / "runbook.html").read_text()] == []
+    _look_at_anchors(tmp_path)
+    _look_at_links(tmp_path)
     for page in tmp_path.rglob("*.html"):
         assert re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"?(?:https?:)?//", page.read_text()) == []
+
+
+def _look_at_anchors(site: Path) -> None:
+    settings, metrics = (site / "settings.html").read_text(), (site / "metrics.html").read_text()
+    assert [name for name in KNOBS if f'<a href="#{name}" id="{name}">' not in settings] == []
+    own = [name for name in METRICS if f'<a href="#{name}" id="{name}">' in metrics]
+    assert len(own) > 50
+    assert 'href="#ctxcache_path_state"' in metrics
+
+
+def _look_at_links(site: Path) -> None:
+    runbook, operations = (site / "runbook.html").read_text(), (site / "operations.html").read_text()
+    assert "operations.html#when-something-is-full-or-broken" in runbook
+    assert 'href="#ctxcacheeventloopstalls"' in runbook
+    assert "runbook.html#ctxcachepathlost" in operations
+    assert 'href="chart.html"' in operations
+    assert 'href="blocks.html"' in (site / "changelog.html").read_text()
+    assert "Apache License" in (site / "licence.html").read_text()
+    assert 'href="chart.html"' in (site / "index.html").read_text()
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert f"ctxcache {__version__}" in text
+        assert text.count('name="__palette"') == 3

@@ -41,7 +41,8 @@ def _item(knob: Knob) -> str:
     live = ", *live*" if knob.can_reload else ""
     words = f" One of: {', '.join(f'`{word}`' for word in knob.choices)}." if knob.choices else ""
     meaning = " ".join(filter(None, (knob.help, knob.more))) + words + _range(knob)
-    return f"- `{knob.name}` ({', '.join(facts)}{live}): {meaning}"
+    # Each setting can be linked to.
+    return f"- [`{knob.name}`](#{knob.name}){{ #{knob.name} }} ({', '.join(facts)}{live}): {meaning}"
 
 
 def _range(knob: Knob) -> str:
