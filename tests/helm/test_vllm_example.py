@@ -42,6 +42,21 @@ def test_the_page_has_the_values_that_are_tested() -> None:
     assert yaml.safe_load(shown) == yaml.safe_load((HERE / "cases" / "vllm.yaml").read_text())
 
 
+def test_the_sums_of_a_node_are_the_pods(example: dict[str, Any], store: dict[str, Any]) -> None:
+    """GiB of the page's table: of the rendered store, of the example, and added up for eight engines."""
+    cells = re.findall(r"^\| ([^|]+) \| \**(\d+)\** \| \**(\d+)\** \|$", PAGE.read_text(), flags=re.MULTILINE)
+    assert len(cells) == 7
+    for column in (1, 2):
+        arena, process, pod, messages, offloaded, pods, node = (int(cell[column]) for cell in cells)
+        assert pods == 8 * (pod + messages + offloaded)
+        assert node == arena + process + pods
+        if not offloaded:
+            limit = store["containers"][0]["resources"]["limits"]["memory"]
+            assert limit == f"{(arena + process) << 10}Mi"
+            assert example["containers"][0]["resources"]["limits"]["memory"] == f"{pod + messages}Gi"
+            assert named(example["volumes"], "shared-memory")["emptyDir"]["sizeLimit"] == f"{messages}Gi"
+
+
 def test_the_flag_names_the_socket_that_the_store_listens_at(example: dict[str, Any]) -> None:
     """The store's own configuration says where it is, and where it hands out the arena."""
     found = objects(render("vllm"))
