@@ -63,6 +63,9 @@ async def serve(
             loop.add_signal_handler(number, ended.set)
 
     for number in SIGNALS:
+        # The loop's handler is set for its wakeup descriptor, to which Python writes for any signal. One that
+        # comes right before the loop waits would be noticed only when something else wakes it.
+        loop.add_signal_handler(number, end_start)
         signal.signal(number, end_start)
     # By itself it would end a process that opens its data, or makes them anew.
     is_asked = threading.Event()

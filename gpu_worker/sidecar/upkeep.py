@@ -71,6 +71,8 @@ class Stop:
         self.is_set = False
         # Non-blocking: a handler that waited for room in a pipe would hang the process.
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # Written to as a signal comes: right before `select` waits, a handler would run only at its end.
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._asked)
 
@@ -84,7 +86,6 @@ class Stop:
         # the middle of a session: it stays whole either way.
         signal.signal(number, signal.SIG_DFL)
         self.is_set = True
-        os.write(self._write, b".")
 
 
 class SessionUpkeep:

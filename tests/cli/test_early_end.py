@@ -55,6 +55,20 @@ main()
 """
 
 
+WAKES = """
+import asyncio, signal, sys
+from ctxcache.cli.main import main
+from ctxcache.server.server import Server
+
+async def start(*_, **__):
+    print(signal.set_wakeup_fd(-1), flush=True)
+    sys.exit()
+
+Server.start = start
+main()
+"""
+
+
 def start(step: str, directory: Path, *options: str) -> "subprocess.Popen[str]":
     """A server that hangs at a step of its start, there by now."""
     (directory / "shm").mkdir(exist_ok=True)
@@ -111,6 +125,13 @@ def test_a_rebuild_at_the_start_is_ended_at_once(tmp_path: Path) -> None:
 
     assert process.returncode == ExitCode.OK
     assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_a_signal_wakes_a_start_that_waits(tmp_path: Path) -> None:
+    """One that comes right before the loop waits interrupts nothing, so it needs the loop's descriptor."""
+    command = [sys.executable, "-c", WAKES, "serve", "--data-directory", str(tmp_path / "data"), *SMALL]
+    said = subprocess.check_output(command, env=without_settings(os.environ), text=True, timeout=60)
+    assert int(said) >= 0
 
 
 def test_a_hangup_while_it_starts_is_no_end(tmp_path: Path) -> None:
