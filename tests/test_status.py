@@ -227,3 +227,9 @@ def test_a_path_that_is_no_text_still_leaves_the_server() -> None:
     error = errors.TierFailure(path=b"/\xff".decode(errors="surrogateescape"), problem="refused")
 
     assert type(status.from_rpc_error(_failed(error), TARGET)) is errors.TierFailure
+
+
+def test_an_error_of_a_wrong_field_names_the_field() -> None:
+    """Its answer carries BadRequest, where its status says so and nowhere else."""
+    for error_class in _error_classes():
+        assert issubclass(error_class, status.FIELD_ERRORS) == (error_class.status == "INVALID_ARGUMENT")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 SESSION_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}")
 MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,127}")
 LABELS_LIMIT = 8
+"""Labels that a request, a record and an archive have at most: records are read by it as well."""
 LABEL_KEY = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9._/-]{0,61}[a-zA-Z0-9])?")
 LABEL_VALUE = re.compile(r"([a-zA-Z0-9]([a-zA-Z0-9._-]{0,61}[a-zA-Z0-9])?)?")
 Labels = tuple[tuple[str, str], ...]

@@ -33,7 +33,8 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 RETRYABLE = (errors.TooManyRequests, errors.Draining, errors.Unavailable)
 """Errors that pass by themselves. So does CapacityExceeded where what was asked for could ever fit."""
 
-_FIELD_ERRORS = (errors.InvalidArgument, errors.ChecksumMismatch)
+FIELD_ERRORS = (errors.InvalidArgument, errors.ChecksumMismatch)
+"""Errors of a field, which their answers name: all whose status is INVALID_ARGUMENT."""
 
 
 def code_of(error: CacheError) -> grpc.StatusCode:
@@ -58,7 +59,7 @@ def to_status(error: CacheError) -> status_pb2.Status:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(RETRY_DELAY_MS)
         status.details.add().Pack(retry)
-    if isinstance(error, _FIELD_ERRORS):
+    if isinstance(error, FIELD_ERRORS):
         status.details.add().Pack(_bad_request(error))
     return status
 
