@@ -583,6 +583,18 @@ def test_the_lines_are_those_of_the_documents(engine: str, document: str, patter
     assert options <= set(re.findall(r"--[a-z][\w-]+", text))
 
 
+def test_a_guarded_store_says_what_callers_need_besides() -> None:
+    """A store on all addresses is named by its machine, and settings that guard it are named."""
+    open_to_all = status_page_guide.guide(["0.0.0.0:7420"], {})
+    guarded = status_page_guide.guide(["0.0.0.0:7420"], {"tls_certificate": "/t", "token_hashes": "/h"})
+
+    for html in (open_to_all, guarded):
+        assert "--store HOST:7420" in html
+        assert "HOST is this machine" in html
+    assert "Callers need a token or a certificate besides" not in open_to_all
+    assert "This store sets <code>tls_certificate</code>, <code>token_hashes</code>. Callers need" in guarded
+
+
 def test_an_address_is_one_that_a_caller_may_name() -> None:
     """All addresses are none; a socket's path is one."""
     assert status_page_guide.reachable(["0.0.0.0:7420"]) == "HOST:7420"
