@@ -1,4 +1,4 @@
-"""Questions that people ask have answers: each under the heading that docs/index.md names, and true."""
+"""Questions that people ask have answers: each under the heading that docs/questions.md names, and true."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from ctxcache.observe.table import METRICS
 from ctxcache.settings.knobs import KNOBS
 from tests.nursery import without_settings
 
-INDEX = ROOT / "docs" / "index.md"
+QUESTIONS = ROOT / "docs" / "questions.md"
 SECURITY = ROOT / "docs" / "security.md"
 CAPACITY = ROOT / "docs" / "capacity.md"
 ROW = re.compile(r"^\| .+ \| (.+): \[(.+)\]\((\w+\.md)#.+\) \|$", re.MULTILINE)
@@ -22,14 +22,14 @@ PORT = "127.0.0.1:7420"
 
 def test_each_answer_is_under_the_heading_that_is_named() -> None:
     """By the page's own title and the heading's own words; links themselves are tested with all others."""
-    rows = ROW.findall(INDEX.read_text(encoding="utf-8"))
+    rows = ROW.findall(QUESTIONS.read_text(encoding="utf-8"))
 
     assert len(rows) == 8
     for title, heading, name in rows:
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
         assert text.startswith(f"# {title}\n")
         assert re.search(rf"^##+ {re.escape(heading)}$", text, re.MULTILINE), heading
-    linked = {link.anchor for link in links(INDEX)}
+    linked = {link.anchor for link in links(QUESTIONS)}
     assert {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for _, heading, _ in rows} <= linked
 
 
