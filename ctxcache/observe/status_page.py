@@ -494,13 +494,14 @@ def _path(path: Path, status: Status) -> Html:
     name = element(
         "span", path.tier.upper() + " ", element("span", path.path, class_="quiet path", title=path.path)
     )
-    state = [] if path.state == "open" else [element("span", path.state, class_="pill critical")]
+    severity = "warning" if path.state == "resting" else CRITICAL
+    state = [] if path.state == "open" else [element("span", path.state, class_=f"pill {severity}")]
     more = (
         f"{size_text(path.used_bytes)} of {size_text(path.capacity_bytes)}, "
         f"{count_text(path.segment_count)} segments, largest free run {size_text(path.largest_free_bytes)}"
     )
     # A path that takes no writes is not in the colour of one that is well.
-    bar = meter([(used, path.tier if path.state == "open" else path.state)], marks, label=more)
+    bar = meter([(used, path.tier if path.state == "open" else severity)], marks, label=more)
     return joined(_row(name, share_text(used), bar), element("p", more, *state, class_="quiet small"))
 
 

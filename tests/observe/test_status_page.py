@@ -638,7 +638,30 @@ async def test_a_lost_disk_says_which_since_when_and_what_it_costs(
     assert "Do: Mount or mend it" in told
     assert 'href="/runbook#ctxcachepathlost"' in entry[1]
     tiers = html.partition("<h2>Tiers</h2>")[2].partition("</section>")[0]
-    assert re.findall(r'height="10" class="(\w+)"', tiers) == ["dram", "mark", "mark", "lost", "ssd"]
+    assert re.findall(r'height="10" class="(\w+)"', tiers) == ["dram", "mark", "mark", "critical", "ssd"]
+
+
+@pytest.mark.parametrize(
+    ("state", "bar", "pill"),
+    [
+        ("open", "ssd", ""),
+        ("resting", "warning", "warning"),
+        ("fenced", "critical", "critical"),
+        ("lost", "critical", "critical"),
+    ],
+)
+def test_a_bar_has_the_colour_of_its_paths_state(state: str, bar: str, pill: str) -> None:
+    """As grave as its alert: a path that an operator lets rest is no emergency."""
+    html = _page_after(
+        2,
+        Sample("ctxcache_tier_capacity_bytes", 10, ("ssd", "/d")),
+        Sample("ctxcache_tier_used_bytes", 5, ("ssd", "/d")),
+        Sample("ctxcache_path_state", 1, ("ssd", "/d", state)),
+    )
+    tiers = html.partition("<h2>Tiers</h2>")[2].partition("</section>")[0]
+
+    assert re.findall(r'<rect [^>]*class="(\w+)"', tiers) == [bar]
+    assert re.findall(r'class="pill (\w+)"', tiers) == ([pill] if pill else [])
 
 
 async def test_the_command_that_an_alert_of_a_path_names_has_the_reason(tmp_path: Path) -> None:
