@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ctxcache.cache.eviction import Departures, SsdRoom, record_of, segment_record_of
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.leases import Leases, ReadRequest
-from ctxcache.cache.state import EMPTY, LOOKUP, STEP_BY_STEP, Call, Fact, Pace, State
+from ctxcache.cache.state import LOOKUP, STEP_BY_STEP, Call, Fact, Pace, State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.residence import Count
@@ -567,13 +567,11 @@ class Sessions:
             self._state.journal.missed(LOOKUP, tenant, session_id, error)
             return Lookup(session_id, reason=error.reason)
         # Tokens on a lost path are no empty session: they may come back.
-        lost = Event.DEVICE_LOST if session.withheld else None
-        reason = "" if session.live else lost.name if lost else "EMPTY"
+        reason = "" if session.live else Event.DEVICE_LOST.name if session.withheld else "EMPTY"
         in_dram = session.memory_token_count
         self._state.journal.found(
             LOOKUP,
             session,
-            empty=lost.value if lost else EMPTY,
             tokens=session.token_count,
             dram_tokens=in_dram,
         )

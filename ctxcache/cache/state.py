@@ -420,17 +420,21 @@ class Journal:
         session: Session | SessionView,
         call: Call | None = None,
         *,
-        empty: str = EMPTY,
         count: int = 1,
         **facts: Fact,
     ) -> None:
         """Note that the session was there. `tokens` among the facts: how many of its tokens were found.
 
-        `empty`: the result where no token was found. `count`: of several blocks found together.
+        `count`: of several blocks found together.
         """
-        self.counts[by, HIT if facts["tokens"] else empty] += count
+        self.counts[by, HIT if facts["tokens"] else self._without_tokens(session)] += count
         if self.listening is not None:
             self._hear(self.listening, call or _ASKED[by], session, session.token_count, facts)
+
+    def _without_tokens(self, session: Session | SessionView) -> str:
+        # Tokens on a lost path are no empty session: they may come back.
+        there = self._find(session.tenant, session.name.removeprefix("sessions/"))
+        return Event.DEVICE_LOST.value if there is not None and there.withheld else EMPTY
 
     def missed(
         self, by: str, tenant: str, session_id: str, error: CacheError, call: Call | None = None

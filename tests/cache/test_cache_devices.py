@@ -4,6 +4,7 @@ import pytest
 from cache_rig import FINGERPRINT, SEGMENT_TOKENS, MemoryRig, Token, Writer, expected
 from fakes import Operation
 
+from ctxcache.cache.state import LOOKUP, READ
 from ctxcache.core.history import Event
 from ctxcache.errors import TierFailure
 from ctxcache.observe.exposition import read_cache
@@ -85,6 +86,28 @@ async def test_a_lost_path_takes_its_sessions_and_no_other(rig: MemoryRig) -> No
     for name in made.keys() - on_lost:
         assert await rig.read(name) == expected(made[name])
     await rig.check()
+
+
+@pytest.mark.parametrize(("by", "call"), [(LOOKUP, "lookup"), (LOOKUP, "get"), (READ, "read")])
+async def test_an_access_to_a_session_on_a_lost_path_counts_as_lost(
+    rig: MemoryRig, by: str, call: str
+) -> None:
+    """By whatever call: operators see what the loss costs, which is no session without tokens."""
+    made = await stored(rig, 4)
+    on_lost = [name for name in made if set(paths_of(rig, name)) == {1}]
+    rig.ssd.lose(1)
+    await rig.cache.devices.look()
+    before = dict(rig.cache.state.journal.counts)
+    for name in on_lost:
+        if call == "lookup":
+            rig.cache.sessions.lookup(rig.tenant, name, FINGERPRINT)
+        elif call == "get":
+            rig.cache.sessions.get(rig.tenant, name)
+        else:
+            assert await rig.read(name) == expected([])
+
+    grown = {key: n - before.get(key, 0) for key, n in rig.cache.state.journal.counts.items()}
+    assert {key: n for key, n in grown.items() if n} == {(by, "device_lost"): len(on_lost)}
 
 
 async def test_a_look_up_is_honest_before_the_pass_over_all_sessions(rig: MemoryRig) -> None:
