@@ -124,6 +124,9 @@ class MessageMaker:
     def _append(self, target: Any, field: FieldDescriptor, depth: int) -> None:
         if field.cpp_type != FieldDescriptor.CPPTYPE_MESSAGE:
             target.append(self._scalar(field))
+        elif (kind := _type_of(field)).GetOptions().map_entry:
+            key, value = (self._scalar(kind.fields_by_name[name]) for name in ("key", "value"))
+            target[key] = value
         elif depth < MAX_DEPTH:
             target.add().CopyFrom(self.message(_type_of(field), depth + 1))
 

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from ctxcache.cli import serve
+from ctxcache.server import starting
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.tiers import ssd
 from ctxcache.storage.tiers.base import TierRefusal
@@ -91,4 +92,6 @@ def room_unchecked(_: int) -> None:
 @plant
 def address_space_unchecked(_: int) -> None:
     """A bound on memory is met by whichever library comes to it first."""
-    setattr(serve, "check_address_space", lambda _: None)  # noqa: B010  # mypy would have it typed
+    # The command asks before it maps anything, and every start asks, as the doctor does.
+    for module in (serve, starting):
+        setattr(module, "check_address_space", lambda _: None)  # noqa: B010  # mypy would have it typed
