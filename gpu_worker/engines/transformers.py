@@ -396,10 +396,11 @@ class TransformersEngine(Closing):
         """The session and the history, both truncated alike where the context window asks for it."""
         failure = self.wait(session_id)
         # The last turn was not saved whole: without a given history the caller has to notice that.
-        turn.miss_reason = failure.reason if failure else ""
+        if failure is not None:
+            self._miss(_name_of(session_id), turn, failure)
         session = self._open(_name_of(session_id), turn)
-        if history and not session.token_count:
-            turn.miss_reason = turn.miss_reason or SessionNotFound.reason
+        if history and not session.token_count and not turn.miss_reason:
+            self._miss(session.name, turn, SessionNotFound(session=session.name))
         history_count = session.token_count if history is None else len(history)
         cutting = fit(history_count, new_count, window=self._window, sink_count=self._sink_count)
         if cutting is None:
@@ -424,10 +425,14 @@ class TransformersEngine(Closing):
         try:
             self._own.check(session)
         except ModelFingerprintMismatch as error:
-            turn.miss_reason = error.reason
-            self._misses.tell(name, "not used", error)
+            self._miss(name, turn, error)
             return stand_in(session, self._own, (TOKENS, *self._layout))
         return session
+
+    def _miss(self, name: str, turn: Turn, error: CacheError) -> None:
+        """Note why a turn finds less than it should; the log names each reason once for a session."""
+        turn.miss_reason = error.reason
+        self._misses.tell(name, f"is not restored whole, {error.reason.lower()}", error)
 
     def _truncate(self, session: SessionInfo, recent_count: int, turn: Turn) -> SessionInfo:
         try:
@@ -438,7 +443,7 @@ class TransformersEngine(Closing):
             )
         # Learned positions, states and cached rows do not fit at other positions.
         except PositionsNotRelocatable as error:
-            turn.miss_reason = error.reason
+            self._miss(session.name, turn, error)
             return cut(self._client, session, 0)
 
     def _restore(
@@ -453,7 +458,7 @@ class TransformersEngine(Closing):
             try:
                 return self._restore_common(session, known, new_count, turn)
             except MISSES as error:
-                turn.miss_reason = error.reason
+                self._miss(session.name, turn, error)
                 # Without a history the tokens are lost too: going on would answer another conversation.
                 if known is None:
                     raise
@@ -476,7 +481,7 @@ class TransformersEngine(Closing):
         except CacheError as error:
             if known is not None and isinstance(error, DAMAGED):
                 raise
-            turn.miss_reason = error.reason
+            self._miss(start.session.name, turn, error)
             return self._missed(start.session, start.saved, error)
         return start
 
@@ -601,7 +606,8 @@ class TransformersEngine(Closing):
             # back.
             if start.restoring is None or turn.token_ids or not start.restoring.is_failed_by(error):
                 raise
-            turn.miss_reason, turn.reused_token_count, turn.snapshot_token_count = error.reason, 0, 0
+            self._miss(start.session.name, turn, error)
+            turn.reused_token_count, turn.snapshot_token_count = 0, 0
             turn.loss_nats = 0.0
             turn.prefilled_token_count += len(start.saved)
             self._savers.wait(start.session.name)  # the pass that broke is a gap

@@ -267,7 +267,7 @@ class TransformersBatchEngine(TransformersEngine):
         """Restore a session as `turn` does, and wait until it is whole: nothing else is under way."""
         if queued.failed is not None:
             start, error = queued.failed
-            queued.turn.miss_reason = error.reason
+            self._miss(start.session.name, queued.turn, error)
             if queued.known is None or not isinstance(error, DAMAGED):
                 return self._missed(start.session, start.saved, error)
             queued.session = self._open(queued.session.name, queued.turn)
@@ -276,7 +276,7 @@ class TransformersBatchEngine(TransformersEngine):
         if queued.is_restored():
             return begun
         _, error = queued.failed or (begun, RestoreFailed(problem="no restore was begun"))
-        queued.turn.miss_reason = error.reason
+        self._miss(begun.session.name, queued.turn, error)
         return self._missed(begun.session, begun.saved, error)
 
     @contextmanager

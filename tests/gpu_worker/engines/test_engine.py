@@ -170,7 +170,7 @@ def test_tokens_come_while_the_store_stands_still(
 
 
 def test_a_damaged_segment_is_a_miss_with_a_reason(
-    server: ServerProcess, client: Client, session_id: str
+    server: ServerProcess, client: Client, session_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Bytes that changed on disk are never used: what lies before them is, the rest is prefilled again."""
     for ids in TURNS[:2]:
@@ -180,13 +180,16 @@ def test_a_damaged_segment_is_a_miss_with_a_reason(
     turn = _turn(client, session_id, TURNS[2], history=_history("llama", 2))
 
     assert turn.miss_reason == "CORRUPT_SEGMENT"
+    assert f"'sessions/{session_id}' is not restored whole, corrupt_segment: " in caplog.text
     assert turn.reused_token_count < 100
     assert turn.reused_token_count + turn.prefilled_token_count == 121 + len(TURNS[2])
     assert turn.token_ids == _never_dropped("llama")[2]
     assert _saved_ids(client, session_id) == _history("llama", 3)
 
 
-def test_a_deleted_session_is_prefilled_again(client: Client, session_id: str) -> None:
+def test_a_deleted_session_is_prefilled_again(
+    client: Client, session_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """With the history at hand, a session that is gone costs time and nothing else."""
     for ids in TURNS[:2]:
         _turn(client, session_id, ids)
@@ -195,6 +198,7 @@ def test_a_deleted_session_is_prefilled_again(client: Client, session_id: str) -
     turn = _turn(client, session_id, TURNS[2], history=_history("llama", 2))
 
     assert (turn.reused_token_count, turn.miss_reason) == (0, "SESSION_NOT_FOUND")
+    assert f"'sessions/{session_id}' is not restored whole, session_not_found: " in caplog.text
     assert turn.token_ids == _never_dropped("llama")[2]
     assert _saved_ids(client, session_id) == _history("llama", 3)
 
