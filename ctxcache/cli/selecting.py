@@ -26,7 +26,7 @@ LOOKS = 5
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is true of the sessions that are meant: all of it. `now` is what ages are counted from."""
+    """Conditions that each selected session meets, all of them. Ages count back from `now`."""
 
     prefix: str = ""
     model: str = ""

@@ -1,4 +1,4 @@
-"""What the status page of an empty store shows in place of charts: how to point an engine at it. Pure."""
+"""The status page of an empty store: lines that point an engine at it, in the place of charts. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -209,7 +209,7 @@ def _probe(address: str, probes: ExitStack) -> None:
         # Where there is no IPv6, gRPC takes 0.0.0.0 for `::`.
         if host == "::" and refusals[0] and refusals[0].errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
             refusals = [_bind(socket.AF_INET, ("0.0.0.0", port), probes)]  # noqa: S104  as was asked for
-        # Of a name with several addresses gRPC takes what it can have.
+        # gRPC listens on those addresses of a name that it can have.
         if all(refusals) and refusals[0]:
             raise refusals[0]
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a start needs, looked at before anything is opened, by `serve` and by `ctxcache doctor` alike.
+"""The checks of a start: `serve` and `ctxcache doctor` run the same ones before anything is opened.
 
 Each check calls the functions with which the parts refuse themselves, and changes nothing. Worst case: what
 was looked at changes before it is opened; the part then refuses itself, in the same words.

@@ -62,7 +62,7 @@ class Shape:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Of all its GPUs together."""
+        """Tokens a second that all GPUs of the model prefill together."""
         return self.gpu_count * A100_OPERATIONS_PER_S * PREFILL_USE / (2 * self.active_parameters)
 
     def model(self, state: State = "kv") -> Model:

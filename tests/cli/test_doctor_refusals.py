@@ -243,7 +243,7 @@ def a_token_of_metrics_that_is_too_short(place: Place) -> None:
 
 @case(ExitCode.CONFIGURATION)
 def no_address_at_all(place: Place) -> None:
-    """Nobody could reach it."""
+    """No client could reach the store."""
     place.options += ["--listen", "", "--unix-socket", ""]
 
 
@@ -281,13 +281,13 @@ def a_host_that_is_not_ours(place: Place) -> None:
 
 @case(ExitCode.ADDRESS)
 def a_socket_whose_directory_is_missing(place: Place) -> None:
-    """Nobody makes it."""
+    """A start makes no such directory."""
     place.options += ["--unix-socket", str(place.root / "missing" / "a.sock")]
 
 
 @case(ExitCode.ADDRESS)
 def a_control_socket_whose_directory_is_missing(place: Place) -> None:
-    """Nobody makes it."""
+    """A start makes no such directory."""
     place.options += ["--control-socket", str(place.root / "missing" / "a.sock")]
 
 
@@ -562,7 +562,7 @@ def an_arena_of_one_page(place: Place) -> None:
 
 @case(ExitCode.DEVICE)
 def an_arena_directory_that_is_missing(place: Place) -> None:
-    """Nobody makes it."""
+    """A start makes no such directory."""
     place.options += ["--arena-directory", str(place.root / "missing")]
 
 
@@ -615,7 +615,7 @@ def test_a_directory_of_others_is_told_with_both_users(place: Place) -> None:
 
 
 def test_a_refused_start_leaves_nothing(place: Place) -> None:
-    """What is refused at the last check is refused before the first file."""
+    """A refusal by the last check comes before the first file."""
     a_port_that_is_taken(place)
     before = place.files()
 

@@ -44,7 +44,7 @@ def labels_of(server: ServerProcess) -> dict[str, Mapping[str, str]]:
 
 
 def test_labels_are_there_after_a_kill_a_restart_and_a_rebuild(server: ServerProcess) -> None:
-    """Of a dormant session and of one that is not; a rebuild has them of the catalog."""
+    """Dormant sessions and others keep their labels; a rebuild takes labels from the catalog."""
     with connected(server.target) as client:
         store(client, "labelled", LABELS)
         store(client, "pinned", {"user": "1"}, is_pinned=True)

@@ -147,7 +147,7 @@ def test_a_selection_needs_a_yes_where_nobody_can_answer(target: str) -> None:
 
 @pytest.mark.parametrize("answer", ["y", "n"])
 def test_the_question_says_how_much_goes(target: str, answer: str) -> None:
-    """Whoever answers knows the count and the sizes."""
+    """The question names the count and the sizes."""
     for number in range(4):
         store_session(target, f"user-{number}", token_count=0)
     terminal, other_end = pty.openpty()

@@ -83,7 +83,7 @@ def test_a_session_that_is_there_is_returned_where_it_may_be(cache: Client, name
 
 
 def test_a_session_that_goes_meanwhile_is_made_anew(server: LiveServer, name: str) -> None:
-    """Whoever asks for a session gets one, beside others who delete it."""
+    """Each caller gets a session while other callers delete it."""
 
     def make_and_delete(_caller: int) -> None:
         with ctxcache.connect(server.target) as cache:

@@ -33,7 +33,7 @@ LINK_S = 20.0
 END_S = 60.0
 LINES = commands("lmcache server ")
 BEFORE = {"fs": "/mnt/nvme0/lmcache", "memory": "8"}
-"""What a test has another of: a directory of a device, and as many GiB."""
+"""Values of the page that a test replaces: a directory of a device, and sizes in GiB."""
 
 
 @pytest.fixture

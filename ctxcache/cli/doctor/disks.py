@@ -52,7 +52,7 @@ Document = Mapping[str, Any]
 
 
 def space(settings: Settings, directory: Path) -> Finding:
-    """What the SSD file takes of its filesystem."""
+    """The bytes that the SSD file takes of its filesystem."""
     name = f"space in {directory}"
     try:
         present, place = _present_bytes(directory), existing(directory)
