@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, NoReturn, ParamSpec, Self, get_type_hints
 
@@ -129,8 +128,6 @@ def print_list(noun: str, facts: Sequence[object], *, has_more: bool, output: Ou
 WATCH_INTERVAL_S = 2.0
 CLEAR = "\x1b[H\x1b[2J"
 """Escape codes that empty a terminal."""
-SYSTEM = "system"
-"""The machine's own authorities, as --tls-ca names them."""
 
 WatchOption = Annotated[
     bool | None, typer.Option("--watch", help="Show it again and again, until Ctrl-C.", show_default=False)
@@ -159,11 +156,12 @@ class CliCall(Shared):
     @contextmanager
     def client(self, *, moves_rows: bool = False) -> "Iterator[Client]":
         """Open a client; one that moves no rows maps no memory."""
+        asked = self.credentials
         with ctxcache.client.connect(
             self.target,
             timeout_s=self.timeout_s,
             access="auto" if moves_rows else "remote",
-            tls=_tls(self.credentials),
+            tls=ctxcache.client.ClientTls.of(asked.ca, asked.certificate, asked.key, asked.server_name),
             token_file=self.credentials.token_file,
             tenant=self.tenant,
         ) as client:
@@ -237,14 +235,6 @@ def of_tenant(function: Callable[Concatenate[CliCall, P], None]) -> Callable[...
 def watched_of_tenant(function: Callable[Concatenate[CliCall, P], None]) -> Callable[..., None]:
     """As `watched`, and --tenant."""
     return _with_options(_repeated(function), (option(TENANT, TenantOption), *WATCHING))
-
-
-def _tls(credentials: Credentials) -> "ClientTls | None":
-    """The client's TLS; None for plaintext."""
-    if credentials.ca is None and credentials.certificate is None:
-        return None
-    ca = None if credentials.ca in (None, SYSTEM) else Path(credentials.ca)
-    return ctxcache.client.ClientTls(ca, credentials.certificate, credentials.key)
 
 
 def _repeated(function: Callable[Concatenate[CliCall, P], None]) -> Callable[..., None]:

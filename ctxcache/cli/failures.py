@@ -77,7 +77,7 @@ def exit_code_of(error: CacheError) -> ExitCode:
 
 ADVICE: dict[type[CacheError], str] = {
     errors.Unavailable: "is a server running there? `ctxcache serve` starts one",
-    errors.TlsFailed: "see --tls-ca, --tls-client-certificate and --tls-client-key",
+    errors.TlsFailed: "see --tls-ca, --tls-client-certificate, --tls-client-key and --tls-server-name",
     errors.DeadlineExceeded: "--timeout allows more",
     errors.GenerationMismatch: "look at it again before you change it",
     errors.WriteInProgress: "try again when its writer has finished",

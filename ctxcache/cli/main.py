@@ -30,6 +30,7 @@ from ctxcache.cli.options import (
     Credentials,
     KeyOption,
     OutputOption,
+    ServerNameOption,
     TargetOption,
     TimeoutOption,
     TokenFileOption,
@@ -64,6 +65,7 @@ def shared_options(
     tls_ca: CaOption = None,
     tls_client_certificate: CertificateOption = None,
     tls_client_key: KeyOption = None,
+    tls_server_name: ServerNameOption = None,
     version: Annotated[  # noqa: ARG001  its callback ends the command
         bool | None,
         typer.Option(
@@ -76,7 +78,7 @@ def shared_options(
     ] = None,
 ) -> None:
     """Keep sessions' state for LLM inference, and restore their KV cache from it."""
-    credentials = Credentials(token_file, tls_ca, tls_client_certificate, tls_client_key)
+    credentials = Credentials(token_file, tls_ca, tls_client_certificate, tls_client_key, tls_server_name)
     context.obj = before_the_command(credentials, target, output, timeout)
 
 

@@ -121,6 +121,15 @@ KeyOption = Annotated[
     Path | None,
     typer.Option("--tls-client-key", envvar="CTXCACHE_TLS_CLIENT_KEY", metavar="FILE", help="Its key."),
 ]
+ServerNameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-server-name",
+        envvar="CTXCACHE_TLS_SERVER_NAME",
+        metavar="NAME",
+        help="Name in the server's certificate, where it is not the target's host.",
+    ),
+]
 CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 SHARED_OPTIONS = (
     option("target", TargetOption),
@@ -137,6 +146,7 @@ class Credentials:
     ca: str | None = None
     certificate: Path | None = None
     key: Path | None = None
+    server_name: str | None = None
 
 
 @dataclass(frozen=True)

@@ -246,11 +246,11 @@ class BulkChannel:
         return self._secured(connected, address.host)
 
     def _secured(self, connected: socket.socket, host: str) -> socket.socket:
-        context = self._wire.tls_context
-        if context is None:
+        context, tls = self._wire.tls_context, self._wire.tls
+        if context is None or tls is None:
             return connected
         try:
-            return context.wrap_socket(connected, server_hostname=host)
+            return context.wrap_socket(connected, server_hostname=tls.server_name or host)
         except OSError:
             connected.close()
             raise

@@ -46,16 +46,38 @@ _ALERTS = {
 }
 
 
+SYSTEM = "system"
+"""The machine's own authorities, where a setting names a file of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClientTls:
     """PEM files. `ca`: who signed the server's certificate, None for those that the system trusts.
 
-    `certificate` and `key`: this client's own, for a server that asks for one.
+    `certificate` and `key`: this client's own, for a server that asks for one. `server_name`: the name that
+    the server's certificate has, where it is not the host of the target, as behind a tunnel.
     """
 
     ca: str | Path | None = None
     certificate: str | Path | None = None
     key: str | Path | None = None
+    server_name: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        ca: str | Path | None,
+        certificate: str | Path | None,
+        key: str | Path | None,
+        server_name: str | None,
+    ) -> Self | None:
+        """The TLS that settings ask for; None, which is plaintext, where none of them is given.
+
+        `ca` may be SYSTEM.
+        """
+        if not any((ca, certificate, key, server_name)):
+            return None
+        return cls(None if str(ca) == SYSTEM else ca, certificate, key, server_name)
 
     def credentials(self) -> grpc.ChannelCredentials:
         """The credentials in gRPC's type. Raises InvalidConfiguration."""
@@ -65,6 +87,10 @@ class ClientTls:
 
     def context(self) -> ssl.SSLContext:
         """The context of a TLS socket. Raises InvalidConfiguration."""
+        if (self.certificate is None) != (self.key is None):
+            # One alone would be left unused: a server that asks for a certificate would refuse a client whose
+            # settings name one.
+            raise InvalidConfiguration(source="tls", problem="a client's certificate and its key go together")
         try:
             _read(self.ca)
             context = ssl.create_default_context(cafile=self.ca)
@@ -96,7 +122,8 @@ def tls_problem(address: Address, tls: ClientTls | None, timeout_s: float) -> st
     context.set_alpn_protocols(["h2"])
     try:
         with socket.create_connection(address, timeout_s) as connected:
-            return _handshake_problem(connected, context, address.host, is_wanted=tls is not None)
+            host = (tls and tls.server_name) or address.host
+            return _handshake_problem(connected, context, host, is_wanted=tls is not None)
     except OSError:
         return ""
 

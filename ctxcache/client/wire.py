@@ -165,6 +165,11 @@ class Closable(Protocol):
         """End it."""
 
 
+def _options(tls: ClientTls) -> list[tuple[str, int | str]]:
+    named = [] if tls.server_name is None else [("grpc.ssl_target_name_override", tls.server_name)]
+    return [*CHANNEL_OPTIONS, *named]
+
+
 class Wire:
     """A channel to `target` and the services behind it. Thread-safe."""
 
@@ -183,13 +188,13 @@ class Wire:
         self.open_streams: set[Closable] = set()
         """Reads and queues that were not closed: each would keep the connection beyond the channel's end."""
         self.timeout_s = timeout_s
-        self._tls = tls
+        self.tls = tls
         self.tls_context = None if tls is None else tls.context()
         self.token = token
         self._channel: grpc.Channel = (
             grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
             if tls is None
-            else grpc.secure_channel(target, tls.credentials(), options=CHANNEL_OPTIONS)
+            else grpc.secure_channel(target, tls.credentials(), options=_options(tls))
         )
         if token is not None:
             self._channel = AuthorizedChannel(self._channel, token)
@@ -254,7 +259,7 @@ class Wire:
         # Only for the bare error: a server that answered has been reached, whatever it speaks.
         if type(told) is not Unavailable or self.address is None:
             return told
-        problem = tls_problem(self.address, self._tls, min(self.timeout_s, TLS_TIMEOUT_S))
+        problem = tls_problem(self.address, self.tls, min(self.timeout_s, TLS_TIMEOUT_S))
         return TlsFailed(target=self.target, problem=problem) if problem else told
 
     def bulk_timeout_s(self, size_bytes: int) -> float:

@@ -21,7 +21,7 @@ from ctxcache.errors import CacheError, InvalidArgument
 from gpu_worker.cli import options as given
 from gpu_worker.cli.serve import LOG_FORMAT
 from gpu_worker.planning.layout import Return
-from gpu_worker.sidecar.settings import Ca, Certificate, Key, TokenFile
+from gpu_worker.sidecar.settings import Ca, Certificate, Key, ServerName, TokenFile
 
 if TYPE_CHECKING:
     from gpu_worker.saving.aging import Aged, SessionLook
@@ -92,6 +92,7 @@ def age(
     store_ca: Ca = None,
     store_certificate: Certificate = None,
     store_key: Key = None,
+    store_server_name: ServerName = None,
     as_json: given.AsJson = False,
 ) -> None:
     """Give idle sessions of a model the smaller forms that pay, and used ones their first form again."""
@@ -101,7 +102,8 @@ def age(
     with _upkeep(
         store,
         store_timeout_s,
-        (store_token_file, store_ca, store_certificate, store_key),
+        store_token_file,
+        ClientTls.of(store_ca, store_certificate, store_key, store_server_name),
         directory=model_directory,
         models=tuple(model or ()),
         device=device,
@@ -153,13 +155,15 @@ def cost(
     store_ca: Ca = None,
     store_certificate: Certificate = None,
     store_key: Key = None,
+    store_server_name: ServerName = None,
     as_json: given.AsJson = False,
 ) -> None:
     """Say what it would take to bring sessions back now. Nothing moves, and it is no access."""
     with _upkeep(
         store,
         store_timeout_s,
-        (store_token_file, store_ca, store_certificate, store_key),
+        store_token_file,
+        ClientTls.of(store_ca, store_certificate, store_key, store_server_name),
         directory=model_directory,
         models=tuple(model or ()),
         device=device,
@@ -186,7 +190,8 @@ def cost(
 def _upkeep(
     store: str,
     timeout_s: float,
-    credentials: tuple[Path | None, Path | None, Path | None, Path | None],
+    token_file: Path | None,
+    tls: ClientTls | None,
     *,
     metrics_listen: str = "",
     **wanted: Any,
@@ -194,8 +199,6 @@ def _upkeep(
     # Any: the fields of upkeep.UpkeepSettings.
     from gpu_worker.sidecar import upkeep  # noqa: PLC0415  --help needs no torch
 
-    token_file, ca, certificate, key = credentials
-    tls = None if ca is None and certificate is None else ClientTls(ca, certificate, key)
     with ExitStack() as opened:
         client = connect(store, timeout_s=timeout_s, tls=tls, token_file=token_file)
         opened.callback(client.close)

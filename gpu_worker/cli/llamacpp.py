@@ -14,7 +14,7 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.wire.address import Address
 from gpu_worker.cli.serve import LOG_FORMAT
 from gpu_worker.engines.llamacpp import LlamaSettings
-from gpu_worker.sidecar.settings import TokenFile
+from gpu_worker.sidecar.settings import Ca, Certificate, Key, ServerName, TokenFile
 
 if TYPE_CHECKING:
     from gpu_worker.engines.llamacpp.proxy import LlamaProxy
@@ -47,6 +47,10 @@ def llamacpp(
         str, typer.Option(help="The store.", metavar="TARGET", envvar="CTXCACHE_TARGET")
     ] = "127.0.0.1:7420",
     store_token_file: TokenFile = None,
+    store_ca: Ca = None,
+    store_certificate: Certificate = None,
+    store_key: Key = None,
+    store_server_name: ServerName = None,
     store_timeout_s: Annotated[
         float, typer.Option(help="How long the store may take to answer.", min=0.01)
     ] = 1.0,
@@ -91,6 +95,10 @@ def llamacpp(
         parameters=parameters,
         store=store,
         store_token_file=store_token_file,
+        store_ca=store_ca,
+        store_certificate=store_certificate,
+        store_key=store_key,
+        store_server_name=store_server_name,
         store_timeout_s=store_timeout_s,
         ttl_s=ttl_s,
         durability=durability,

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from ctxcache.client import Client, connect
+from ctxcache.client import Client, ClientTls, connect
 from ctxcache.client.client import check_target
 from ctxcache.client.types import Durability
 from ctxcache.errors import (
@@ -33,6 +33,7 @@ from ctxcache.errors import (
     ModelNotFound,
     ModelProbeMismatch,
     PermissionDenied,
+    TlsFailed,
     Unauthenticated,
     Unavailable,
 )
@@ -291,6 +292,9 @@ class StoreLink(Generic[Subject]):
             log.error("the context store is not used: %s", error)  # noqa: TRY400  its reason is the message
             return LinkState.REFUSED
         except CacheError as error:
+            # A client reads its files once: renewed ones are read by the next.
+            if isinstance(error, TlsFailed):
+                self._close_client()
             if not self._is_away:
                 self._is_away = True
                 log.warning("the context store cannot be used yet, prompts are computed: %s", error)
@@ -356,6 +360,14 @@ class StoreSettings:
 
     target: Target = "127.0.0.1:7420"
     token_file: str | None = None
+    tls_ca: str | None = None
+    """Who signed the store's certificate, a PEM file; `system`: one of the machine's own authorities.
+
+    This and the three below have the names of the command line's options. Without any the link is plaintext.
+    """
+    tls_client_certificate: str | None = None
+    tls_client_key: str | None = None
+    tls_server_name: str | None = None
     durability: Level = "memory"
     ttl_s: Seconds | None = None
     """How long what is saved is kept after its last access; by default as long as there is room."""
@@ -401,4 +413,7 @@ class StoreSettings:
 
     def connect(self) -> Client:
         """A client of that store."""
-        return connect(self.target, token_file=self.token_file, timeout_s=self.timeout_s)
+        tls = ClientTls.of(
+            self.tls_ca, self.tls_client_certificate, self.tls_client_key, self.tls_server_name
+        )
+        return connect(self.target, token_file=self.token_file, timeout_s=self.timeout_s, tls=tls)

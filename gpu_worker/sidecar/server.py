@@ -65,7 +65,9 @@ class Worker:
         self._client = connect(
             settings.store,
             timeout_s=settings.store_timeout_s,
-            tls=_tls(settings),
+            tls=ClientTls.of(
+                settings.store_ca, settings.store_certificate, settings.store_key, settings.store_server_name
+            ),
             token_file=settings.store_token_file,
         )
         self._pipelines = Pipelines(device, settings.ring_mib * MIB)
@@ -217,12 +219,6 @@ def _spans(settings: WorkerSettings, files: ExitStack) -> Spans:
     )
     files.callback(close)
     return spans
-
-
-def _tls(settings: WorkerSettings) -> ClientTls | None:
-    if settings.store_ca is None and settings.store_certificate is None:
-        return None
-    return ClientTls(settings.store_ca, settings.store_certificate, settings.store_key)
 
 
 def _device(name: str) -> torch.device:

@@ -30,11 +30,23 @@ def _file(sentence: str, variable: str | None = None) -> Any:
 
 
 TokenFile = Annotated[Path | None, _file("Token that says to the store who calls.", "CTXCACHE_TOKEN_FILE")]
-Ca = Annotated[Path | None, _file("TLS: who signed the store's certificate.", "CTXCACHE_TLS_CA")]
+Ca = Annotated[
+    Path | None,
+    _file("TLS: who signed the store's certificate; `system`: one of the machine's own.", "CTXCACHE_TLS_CA"),
+]
 Certificate = Annotated[
     Path | None, _file("Certificate to show the store.", "CTXCACHE_TLS_CLIENT_CERTIFICATE")
 ]
 Key = Annotated[Path | None, _file("Its key.", "CTXCACHE_TLS_CLIENT_KEY")]
+ServerName = Annotated[
+    str | None,
+    typer.Option(
+        help="Name in the store's certificate, where it is not the store's host.",
+        envvar="CTXCACHE_TLS_SERVER_NAME",
+        metavar="NAME",
+        show_default="none",
+    ),
+]
 
 
 def _seconds(sentence: str, least: float = 0.001) -> Any:
@@ -56,6 +68,7 @@ class WorkerSettings:
     store_ca: Ca = None
     store_certificate: Certificate = None
     store_key: Key = None
+    store_server_name: ServerName = None
     # Descriptors are passed at another socket beside it.
     listen: Annotated[
         Path | None,

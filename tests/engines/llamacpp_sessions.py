@@ -33,6 +33,7 @@ from gpu_worker.engines.llamacpp import LlamaSettings
 from gpu_worker.engines.llamacpp.keeper import PART_BYTES, SlotKeeper
 from lab.demo.building import default_cache_dir
 from lab.demo.wheel import SMOLLM2_WHEEL, obtain_member
+from tests.engines.tls_store import tls_store
 from tests.server_process import ServerProcess
 
 ABSENT = "127.0.0.1:1"
@@ -238,6 +239,26 @@ def test_conversations_that_evict_each_other_are_restored(
         assert llama.end() == 0
     assert not list(llama.directory.iterdir())
     assert {one.session: texts(one) for one in both} == expected
+
+
+def test_a_store_on_another_host_is_reached_by_tls(model: Path, tmp_path: Path) -> None:
+    """By the options of all workers; one that trusts somebody else computes, and says why."""
+    one = conversations()[0]
+    with tls_store(tmp_path) as store:
+        options = [
+            word
+            for name, value in store.settings.items()
+            if name != "target"
+            for word in (f"--store-{name.removeprefix('tls_').removeprefix('client_')}", value)
+        ]
+        for number in range(2):
+            with Llama(model, store.server.target, tmp_path, *options) as llama:
+                llama.wait_for(READY, number + 1)
+                assert bool(one.go_on(llama).restored_count) is bool(number)
+                wait_until_saved(llama)
+        with Llama(model, store.server.target, tmp_path, "--store-ca", store.wrong["tls_ca"]) as llama:
+            llama.wait_for("TLS: the server's certificate is signed by nobody whom this client trusts")
+            assert one.go_on(llama).restored_count == 0
 
 
 @pytest.mark.parametrize("end", ["terminate", "kill"])

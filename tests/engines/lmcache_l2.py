@@ -26,6 +26,7 @@ import ctxcache
 from gpu_worker.engines.link import Refused
 from gpu_worker.engines.lmcache.l2 import CtxcacheL2
 from lab.engines.l2 import OPERATIONS, adapter_of_store, bench
+from tests.engines.tls_store import tls_store
 from tests.server_process import ServerProcess
 
 LINK_S = 20.0
@@ -111,6 +112,20 @@ def got(adapter: CtxcacheL2, keys: list[ObjectKey], memory: list[Any]) -> list[b
     found = adapter.query_load_result(task)
     assert found is not None
     return [bytes(chunk.byte_array) if found.test(i) else None for i, chunk in enumerate(memory)]
+
+
+def test_a_store_on_another_host_is_reached_by_tls(tmp_path: Path) -> None:
+    """An adapter that trusts somebody else stores nothing, and LMCache goes on."""
+    with tls_store(tmp_path) as store:
+        made, other = CtxcacheL2(store.settings), CtxcacheL2(store.wrong)
+        try:
+            assert made.wait_until_linked(LINK_S)
+            assert stored(made, {key_of(1): data_of(1)})
+            assert asked(other, [key_of(1)]) == [False]
+            assert asked(made, [key_of(1)]) == [True]
+        finally:
+            made.close()
+            other.close()
 
 
 @pytest.mark.parametrize("size_kib", [256, 4096])

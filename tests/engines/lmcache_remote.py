@@ -25,6 +25,7 @@ from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 import ctxcache
 from gpu_worker.engines.link import Refused
 from gpu_worker.engines.lmcache.remote import CtxcacheRemote
+from tests.engines.tls_store import tls_store
 from tests.server_process import ServerProcess
 
 LINK_S = 20.0
@@ -141,6 +142,15 @@ def test_chunks_come_back_in_another_process_of_the_same_model(store: ServerProc
         others = [key_of(1, model="other"), key_of(1, rank=1), key_of(1, dtype=torch.float16)]
         assert second.load(*others) == [None] * 3
         assert not any(map(second.backend.contains, others))
+
+
+def test_a_store_on_another_host_is_reached_by_tls(tmp_path: Path) -> None:
+    """By the settings of all plugins."""
+    with tls_store(tmp_path) as store:
+        with lmcache(**store.settings) as first:
+            first.store({key_of(1): first.chunk(1)})
+        with lmcache(**store.settings) as second:
+            assert are_equal(second.load(key_of(1))[0], 1)
 
 
 def test_a_version_of_the_weights_is_shared_and_forgotten(store: ServerProcess) -> None:

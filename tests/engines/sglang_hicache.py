@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 import ctxcache
 from gpu_worker.engines.link import Refused
+from tests.engines.tls_store import tls_store
 from tests.server_process import ServerProcess
 
 LINK_S = 20.0
@@ -132,6 +133,17 @@ def store(tmp_path: Path) -> Iterator[ServerProcess]:
     """A store that a test may do anything to."""
     with ServerProcess(tmp_path / "data") as server:
         yield server
+
+
+def test_a_store_on_another_host_is_reached_by_tls(tmp_path: Path) -> None:
+    """By the settings of all plugins."""
+    pool = KvPool("page_first")
+    fill(pool, 1)
+    with tls_store(tmp_path) as store:
+        backend = backend_on(store.server.target, pool, extra=store.settings)
+        assert backend.batch_set_v1(keys_of(1), pool.indices(1)) == [True]
+        assert backend.batch_exists(keys_of(1)) == 1
+        backend.close()
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])

@@ -27,6 +27,10 @@ class LlamaSettings:
     """Fields of xllamacpp's `CommonParams`, perhaps with dots, by name."""
     store: str = "127.0.0.1:7420"
     store_token_file: Path | None = None
+    store_ca: Path | None = None
+    store_certificate: Path | None = None
+    store_key: Path | None = None
+    store_server_name: str | None = None
     store_timeout_s: float = 1.0
     ttl_s: float | None = None
     """How long a conversation is kept after its last access; by default as long as there is room."""

@@ -29,7 +29,7 @@ from urllib.parse import unquote
 import numpy as np
 import numpy.typing as npt
 
-from ctxcache.client import Client, connect
+from ctxcache.client import Client, ClientTls, connect
 from ctxcache.client.types import Durability
 from ctxcache.errors import InvalidArgument
 from gpu_worker.engines.link import StoreLink
@@ -173,8 +173,11 @@ class LlamaProxy(ThreadingHTTPServer):
         self.slots = Slots(settings.slot_count)
 
         def open_client() -> Client:
+            tls = ClientTls.of(
+                settings.store_ca, settings.store_certificate, settings.store_key, settings.store_server_name
+            )
             token = settings.store_token_file
-            return connect(settings.store, token_file=token, timeout_s=settings.store_timeout_s)
+            return connect(settings.store, token_file=token, timeout_s=settings.store_timeout_s, tls=tls)
 
         self.link = StoreLink(open_client, self.llama.space)
         self.keeper = SlotKeeper(self.link, settings)
