@@ -38,7 +38,7 @@ from ctxcache.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from ctxcache.client import Client, ClientTls
+    from ctxcache.client import Client
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

@@ -33,7 +33,10 @@ SSD_LEAST_BYTES = 64 << 10
 SSD_CAP_BYTES = 32 * GIB
 PREFIX = "CTXCACHE_"
 Source = Literal["option", "environment", "file", "default"]
-OTHERS = ("CONFIG", "TARGET", "MALLOC", "TOKEN_FILE", "TLS_CA", "TLS_CLIENT_CERTIFICATE", "TLS_CLIENT_KEY")
+OTHERS = (
+    *("CONFIG", "TARGET", "MALLOC", "TOKEN_FILE"),
+    *("TLS_CA", "TLS_CLIENT_CERTIFICATE", "TLS_CLIENT_KEY", "TLS_SERVER_NAME"),
+)
 """Other variables with the same prefix, for clients and commands."""
 
 

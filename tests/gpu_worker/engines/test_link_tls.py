@@ -1,4 +1,4 @@
-"""A plugin's link to a store on another host: TLS by its settings, against a real server with certificates."""
+"""A plugin's link to a store on another host: TLS by its settings, against a real server."""
 
 import os
 import subprocess
@@ -144,7 +144,7 @@ def test_a_store_behind_a_tunnel_has_the_name_of_its_certificate(pki: Pki, tmp_p
         assert state_of({**settings, "tls_server_name": "store.example"}, TIMEOUT_S) is LinkState.READY
         tls = ClientTls(authority, server_name="store.example")
         with ctxcache.connect(target, tls=tls, access="remote", transport="socket") as client:
-            model = client.models.get("models/linked")
+            model = client.models.register(model_spec(build("llama"), model_id="linked"))
             assert client.sessions.create(model, id="far").info.token_count == 0
             assert client.blocks.look_up(ctxcache.client.BlockSpace(b"0" * 32), [b"1" * 32])
         environment = {**os.environ, "CTXCACHE_TLS_SERVER_NAME": "other.example"}
@@ -153,6 +153,12 @@ def test_a_store_behind_a_tunnel_has_the_name_of_its_certificate(pki: Pki, tmp_p
             [*command, "session", "list"], check=False, capture_output=True, text=True, env=environment
         )
         assert "certificate is for other names than other.example" in ended.stderr
+
+
+def test_a_server_passes_over_the_variables_of_clients(tmp_path: Path) -> None:
+    """Both may run in one environment."""
+    with ServerProcess(tmp_path / "data", environment={"CTXCACHE_TLS_SERVER_NAME": "store.example"}):
+        pass
 
 
 def test_a_clients_certificate_and_key_go_together(pki: Pki, store: ServerProcess) -> None:
