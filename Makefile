@@ -37,7 +37,7 @@ lint: setup ## Check style, types and who imports whom
 	$(BIN)/python scripts/generate_observability.py --check
 	$(BIN)/python scripts/generate_client_types.py --check
 	$(BIN)/mypy $(SOURCES)
-	$(BIN)/mypy --explicit-package-bases $(wildcard tests/engines/*.py tests/faults/*.py tests/faults/plants/*.py tests/live/*.py tests/mutants/*.py tests/stories/*.py)
+	$(BIN)/mypy --explicit-package-bases $(wildcard tests/engines/*.py tests/faults/*.py tests/faults/plants/*.py tests/fleet/*.py tests/live/*.py tests/mutants/*.py tests/stories/*.py)
 
 format: setup ## Rewrite sources in the project's format
 	$(BIN)/ruff format .

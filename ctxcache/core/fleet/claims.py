@@ -1,0 +1,494 @@
+"""Claims: how a host comes to own a session, keeps it, and hears that it does not any more.
+
+    settle     a session is used here that this host does not own: read its head, ask its owner, take it over
+    publish    a session was created here: write its head
+    yielded    another host takes a session over, and asks its owner first
+    beat       say where this store is, and hear what was taken from it meanwhile
+    bury       a session was deleted here: its head says so
+
+A takeover is a fork under the same name. The new owner's copy has a uid of its own, so that no pair of uid
+and generation ever means two contents. The change of the head decides, whoever asked whom and whatever was
+heard of it. No host's clock is compared with another's.
+
+Knows no transport and no rows. Worst case: the register does not answer; what is here is served on.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Protocol
+
+from ctxcache.core.fleet.heads import Head, Name, NodeRecord, Secret, Source, node_path
+from ctxcache.core.fleet.register import Entry, NoAnswer, Register, put
+from ctxcache.core.fleet.tenure import Tenure, Turn, step
+
+LOOKS = 4
+"""How often a session is looked at again whose head changes meanwhile."""
+
+
+class Verdict(Enum):
+    """What is to be done with a session that somebody here uses."""
+
+    HERE = auto()
+    """It is here, and may be continued."""
+    ABSENT = auto()
+    """There is none that can be had. One may be created."""
+    ELSEWHERE = auto()
+    """Its owner is writing it: nobody here may."""
+    UNKNOWN = auto()
+    """The register does not answer. What is here may be used; nothing says that there is no more."""
+
+
+class Loss(Enum):
+    """Why a session that some host had is absent."""
+
+    OWNER_LOST = auto()
+    """Its owner did not answer."""
+    LEFT = auto()
+    """Its owner has given it up."""
+
+
+class Busy(Exception):
+    """The owner has a writer in the session, or has it by a later head."""
+
+
+class Left(Exception):
+    """The owner has no such copy any more."""
+
+
+class Peers(Protocol):
+    """Other hosts, to be asked."""
+
+    async def yield_(self, name: Name, source: Source, term: int) -> object:
+        """Have an owner give a session up; returns by what its rows can be had.
+
+        Raises Busy, Left, and NoAnswer.
+        """
+
+
+class Copies(Protocol):
+    """This host's copies of sessions."""
+
+    def uid(self, name: Name) -> str | None:
+        """The uid of the copy that has this name; None where none has."""
+
+    def is_written(self, name: Name) -> bool:
+        """Whether somebody is writing to the copy of this name."""
+
+    def has_guest(self, uid: str) -> bool:
+        """Whether a guest of this uid is here."""
+
+    def retire(self, name: Name) -> None:
+        """The copy of this name is a guest from here on, and whoever writes to it is cut off."""
+
+    def restore(self, name: Name, uid: str) -> None:
+        """The guest of this uid has its name again."""
+
+    async def land(self, name: Name, uid: str, offer: object) -> bool:
+        """Make a copy of this uid out of what another host offers, as far as it comes.
+
+        Returns whether there is one: none where nothing of it can be had.
+        """
+
+
+@dataclass(slots=True)
+class Copy:
+    """A copy with a name. `entry`: the head as this host last saw it; None for none."""
+
+    uid: str
+    tenure: Tenure
+    entry: Entry | None = None
+    term: int = 0
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened since the start."""
+
+    head_reads: int = 0
+    head_changes: int = 0
+    arrived: int = 0
+    yielded: int = 0
+    taken_from_silent: int = 0
+    superseded: int = 0
+    """Copies that lost their name though nobody had asked for them."""
+    no_answers: int = 0
+
+
+class Claims:
+    """One host's claims. `nonce` draws 16 hex digits that were never drawn before."""
+
+    def __init__(
+        self,
+        register: Register,
+        secret: Secret,
+        peers: Peers,
+        copies: Copies,
+        *,
+        node: str,
+        incarnation: str,
+        address: str,
+        nonce: Callable[[], str],
+        new_uid: Callable[[], str],
+    ) -> None:
+        self._register, self._secret, self._peers, self._copies = register, secret, peers, copies
+        self.node, self.incarnation, self.address = node, incarnation, address
+        self._nonce, self._new_uid = nonce, new_uid
+        self._claimed: dict[Name, Copy] = {}
+        self._seen: dict[Name, tuple[Entry, Head]] = {}
+        """Heads of sessions that are absent here, for whoever creates one of that name."""
+        self._coming: set[str] = set()
+        """Uids of copies that this host is about to own: they are not given up before it does."""
+        self._noted: set[str] = set()
+        """Paths of heads that were noted as taken from this node, and not changed by it since."""
+        self.losses: dict[Name, Loss] = {}
+        """Why sessions are absent that another host had."""
+        self._record: tuple[NodeRecord, Entry] | None = None
+        self.is_sure = False
+        """Whether the last beat was heard: what was taken from this host is known."""
+        self.counts = Counts()
+
+    # -- what a request asks -----------------------------------------------------------------------
+
+    def is_here(self, name: Name) -> bool:
+        """Whether a session may be used with no look at its head."""
+        copy = self._claimed.get(name)
+        return copy is not None and self.is_sure and copy.tenure is not Tenure.UNSURE
+
+    def tenure(self, name: Name) -> Tenure | None:
+        """The tenure of the copy of this name, as far as it is known."""
+        copy = self._claimed.get(name)
+        return None if copy is None else copy.tenure
+
+    def term(self, name: Name) -> int:
+        """The term of the copy of this name; 0 where it has no head."""
+        copy = self._claimed.get(name)
+        return 0 if copy is None else copy.term
+
+    def created(self, name: Name) -> bool:
+        """A session was made here. Returns whether its head is to be written before it is used.
+
+        It is where another host's head has its name.
+        """
+        uid = self._copies.uid(name)
+        if uid is None:
+            return False
+        entry, head = self._seen.pop(name, (None, None))
+        before = self._claimed.get(name)
+        if entry is None and before is not None:
+            entry = before.entry
+        self._claimed[name] = Copy(uid, Tenure.PRIVATE, entry)
+        return head is not None and not head.is_deleted and head.node != self.node
+
+    def private(self) -> list[Name]:
+        """Sessions that have no head of their own yet."""
+        return [name for name, copy in self._claimed.items() if copy.tenure is Tenure.PRIVATE]
+
+    def forget(self, is_gone: Callable[[Name], bool]) -> None:
+        """Forget the names of sessions that have ended here."""
+        for name in [name for name in self._claimed if is_gone(name)]:
+            del self._claimed[name]
+        self._noted &= {self._secret.head_path(name) for name in self._claimed}
+        self._seen.clear()
+        self.losses.clear()
+
+    async def settle(self, name: Name) -> Verdict:
+        """Find out who continues a session, and continue it here where that can be."""
+        for _ in range(LOOKS):
+            try:
+                verdict = await self._look(name)
+            except NoAnswer:
+                self.counts.no_answers += 1
+                return Verdict.UNKNOWN
+            if verdict is not None:
+                return verdict
+        return Verdict.ELSEWHERE
+
+    # One look. Which case it is follows from two facts: whom the head names, and what is here.
+    #
+    #     head                    here: a copy           a guest of the head's uid    nothing
+    #     none                    PRIVATE                -                            absent
+    #     deleted                 its own: retired       -                            absent
+    #     this node               its own: OWNED         restored, OWNED              landed from its source
+    #     another node            retired, then ───────────────────────────────────► yield, take over, land
+    async def _look(self, name: Name) -> Verdict | None:
+        """None: the head changed meanwhile."""
+        self.counts.head_reads += 1
+        entry = await self._register.get(self._secret.head_path(name))
+        self._seen.pop(name, None)
+        self.losses.pop(name, None)
+        uid = self._copies.uid(name)
+        if entry is None:
+            return self._unnamed(name, uid, None)
+        head = self._secret.read_head(entry.body)
+        if head.is_deleted:
+            # A copy that had the name before is not the session that somebody made since.
+            if uid is not None and (uid == head.uid or head.is_past(uid)):
+                self._lose(name)
+                uid = None
+            self._seen[name] = entry, head
+            return self._unnamed(name, uid, entry)
+        if head.node == self.node:
+            return await self._own(name, uid, entry, head)
+        if uid is not None:
+            self._lose(name)
+        return await self._take_over(name, entry, head)
+
+    def _unnamed(self, name: Name, uid: str | None, entry: Entry | None) -> Verdict:
+        """No session has this head: what is here is this host's alone."""
+        if uid is None:
+            self._claimed.pop(name, None)
+            return Verdict.ABSENT
+        copy = self._claimed.get(name)
+        # Published, and its head is gone: it was collected, or the bucket was emptied. It is published again.
+        tenure = Tenure.UNSURE if copy is None or copy.tenure is Tenure.OWNED else copy.tenure
+        self._claimed[name] = Copy(uid, step(tenure, Turn.UNNAMED), entry)
+        return Verdict.HERE
+
+    async def _own(self, name: Name, uid: str | None, entry: Entry, head: Head) -> Verdict | None:
+        """The head names this node."""
+        if uid is not None and uid != head.uid and head.is_past(uid):
+            self._lose(name)
+            uid = None
+        if uid is not None and uid != head.uid:
+            # Created here after what the head names had ended, and not published yet.
+            self._claimed[name] = Copy(uid, Tenure.PRIVATE, entry)
+            return Verdict.HERE
+        if uid is None and self._copies.has_guest(head.uid):
+            # Whoever asked for it has not taken it over yet. The head changes, so that it never will.
+            return await self._renew(name, entry, head)
+        if uid is not None:
+            if name not in self._claimed:
+                self._claimed[name] = Copy(uid, Tenure.UNSURE, entry)
+            # Noted as taken, and not taken yet: a new term, so that it never will be.
+            if head.incarnation != self.incarnation or self._secret.head_path(name) in self._noted:
+                return await self._renew(name, entry, head)
+            self._owned(name, entry, head)
+            return Verdict.HERE
+        if head.source is not None:
+            # Taken over, and the answer was lost before anything came.
+            return await self._fetch(name, entry, head, head.source, head.uid)
+        return self._absent(name, entry, head, Loss.LEFT)
+
+    async def _renew(self, name: Name, entry: Entry, head: Head) -> Verdict | None:
+        """Own by a new term what the head names this node for."""
+        made = head.followed_by(self._mine(head.uid, head.source))
+        with self._awaited(head.uid):
+            found = await self._put(name, made, entry)
+        if found is None or found.body != self._secret.write(made):
+            return None
+        if self._copies.uid(name) is None and self._copies.has_guest(head.uid):
+            self._copies.restore(name, head.uid)
+            self._claimed[name] = Copy(head.uid, Tenure.GUEST)
+        # It may have been given up during the wait: whoever has it will change the head again.
+        elif self._copies.uid(name) != head.uid:
+            return None
+        self._owned(name, found, made)
+        return Verdict.HERE
+
+    async def _take_over(self, name: Name, entry: Entry, head: Head) -> Verdict | None:
+        source = Source(head.node, head.address, head.uid)
+        return await self._fetch(name, entry, head, source, self._new_uid())
+
+    async def _fetch(self, name: Name, entry: Entry, head: Head, source: Source, uid: str) -> Verdict | None:
+        try:
+            offer = await self._peers.yield_(name, source, head.term)
+        except Busy:
+            self._seen[name] = entry, head
+            return Verdict.ELSEWHERE
+        except (Left, NoAnswer) as error:
+            loss = Loss.LEFT if isinstance(error, Left) else Loss.OWNER_LOST
+            return self._absent(name, entry, head, loss)
+        # What was asked for meanwhile has been created here by somebody else.
+        if self._copies.uid(name) is not None:
+            return None
+        # Also where the head names this node already: another one may have changed it since it was read.
+        made = head.followed_by(self._mine(uid, source))
+        entry_made = await self._put(name, made, entry)
+        if entry_made is None or entry_made.body != self._secret.write(made):
+            return None
+        entry, head = entry_made, made
+        # From here on the session is ours. Rows that do not come are computed.
+        with self._awaited(uid):
+            has_landed = await self._copies.land(name, uid, offer)
+        if not has_landed:
+            return self._absent(name, entry, head, Loss.LEFT)
+        self.counts.arrived += 1
+        self._owned(name, entry, head)
+        return Verdict.HERE
+
+    @contextmanager
+    def _awaited(self, uid: str) -> Iterator[None]:
+        self._coming.add(uid)
+        try:
+            yield
+        finally:
+            self._coming.discard(uid)
+
+    def _absent(self, name: Name, entry: Entry, head: Head, loss: Loss) -> Verdict:
+        self._claimed.pop(name, None)
+        self._seen[name] = entry, head
+        self.losses[name] = loss
+        return Verdict.ABSENT
+
+    # -- changes of heads --------------------------------------------------------------------------
+
+    async def publish(self, name: Name) -> Verdict:
+        """Write the head of a session that was created here. UNKNOWN: it is to be tried again."""
+        copy = self._claimed.get(name)
+        if copy is None or copy.tenure is not Tenure.PRIVATE or self._copies.uid(name) != copy.uid:
+            return Verdict.ABSENT
+        try:
+            return await self._publish(name, copy)
+        except NoAnswer:
+            self.counts.no_answers += 1
+            return Verdict.UNKNOWN
+
+    async def _publish(self, name: Name, copy: Copy) -> Verdict:
+        before, made = copy.entry, self._mine(copy.uid)
+        if before is not None:
+            head = self._secret.read_head(before.body)
+            made = head.followed_by(made)
+            if not head.is_deleted and head.node != self.node:
+                # Its owner did not answer. It is told in its own record, before it is superseded.
+                await self._note_taken(head.node, self._secret.head_path(name))
+                self.counts.taken_from_silent += 1
+        found = await self._put(name, made, before)
+        if self._claimed.get(name) is not copy:
+            return Verdict.ABSENT
+        if found is None:
+            copy.entry = None
+            return Verdict.UNKNOWN
+        if found.body == self._secret.write(made):
+            self._owned(name, found, made)
+            return Verdict.HERE
+        head = self._secret.read_head(found.body)
+        if head.is_deleted or head.node == self.node:
+            # What had this name has ended meanwhile.
+            copy.entry = found
+            return Verdict.UNKNOWN
+        self._lose(name)
+        return Verdict.ELSEWHERE
+
+    async def bury(self, name: Name) -> None:
+        """The head of a session that was deleted here says so. Raises NoAnswer."""
+        copy = self._claimed.get(name)
+        if copy is None or copy.entry is None or self._copies.uid(name) is not None:
+            return
+        head = self._secret.read_head(copy.entry.body)
+        if head.is_deleted or head.node != self.node:
+            return
+        made = replace(head.followed_by(self._mine(head.uid)), is_deleted=True)
+        await self._put(name, made, copy.entry)
+        self._claimed.pop(name, None)
+
+    def _mine(self, uid: str, source: Source | None = None) -> Head:
+        return Head(uid, self.node, self.incarnation, self.address, 1, self._nonce(), source)
+
+    async def _put(self, name: Name, made: Head, before: Entry | None) -> Entry | None:
+        """What is there when a head of ours was put, or refused."""
+        # Without a record nobody can tell this host what is taken from it.
+        if self._record is None:
+            raise NoAnswer("no beat of this host was heard yet")
+        self.counts.head_changes += 1
+        path = self._secret.head_path(name)
+        # What is noted from here on may be meant for the head that we put.
+        self._noted.discard(path)
+        return await put(self._register, path, self._secret.write(made), before)
+
+    def _owned(self, name: Name, entry: Entry, head: Head) -> None:
+        copy = self._claimed.get(name)
+        tenure = step(Tenure.UNSURE if copy is None else copy.tenure, Turn.PUBLISHED)
+        # A beat during the wait for our change may have said that this head was taken since.
+        if self._secret.head_path(name) in self._noted:
+            tenure = step(tenure, Turn.DOUBTED)
+        self._claimed[name] = Copy(head.uid, tenure, entry, head.term)
+
+    # -- what others do ----------------------------------------------------------------------------
+
+    def yielded(self, name: Name, uid: str, term: int) -> None:
+        """Another host takes a copy over, which it knows by a head of this term. Raises Busy, Left."""
+        if uid in self._coming:
+            raise Busy
+        if self._copies.uid(name) != uid:
+            # Asked for once before, and the answer was lost.
+            if not self._copies.has_guest(uid):
+                raise Left
+            return
+        copy = self._claimed.get(name)
+        if self._copies.is_written(name) or (copy is not None and copy.term > term):
+            raise Busy
+        self.counts.yielded += 1
+        self._retire(name, copy)
+
+    def _lose(self, name: Name) -> None:
+        self.counts.superseded += 1
+        self._retire(name, self._claimed.get(name))
+
+    def _retire(self, name: Name, copy: Copy | None) -> None:
+        step(Tenure.UNSURE if copy is None else copy.tenure, Turn.FOREIGN)
+        self._claimed.pop(name, None)
+        if self._copies.uid(name) is not None:
+            self._copies.retire(name)
+
+    async def _note_taken(self, node: str, path: str) -> None:
+        """Have a silent node find out at its next beat. Raises NoAnswer."""
+        for _ in range(LOOKS):
+            entry = await self._register.get(node_path(node))
+            if entry is None:
+                return
+            body = self._secret.write(self._secret.read_node(entry.body).with_taken(path, self._nonce()))
+            found = await put(self._register, node_path(node), body, entry)
+            if found is not None and found.body == body:
+                return
+        raise NoAnswer(f"the record of {node} changes all the while")
+
+    async def beat(self, *, is_leaving: bool = False) -> bool:
+        """Write this node's record, and give up what it says was taken. Raises NoAnswer.
+
+        False: another process has this node's name, and this one has to end.
+        """
+        path = node_path(self.node)
+        for _ in range(LOOKS):
+            if self._record is None:
+                entry = await self._register.get(path)
+                record = None if entry is None else self._secret.read_node(entry.body)
+            else:
+                record, entry = self._record
+            # The first beat takes the record over from an earlier run. Later ones find their own.
+            is_own = record is not None and record.incarnation == self.incarnation
+            if self._record is not None and not is_own:
+                return False
+            if record is not None and is_own:
+                self._give_up(record.taken)
+            beat = record.beat + 1 if record is not None else 1
+            made = NodeRecord(
+                self.node, self.incarnation, self.address, beat, self._nonce(), is_leaving=is_leaving
+            )
+            body = self._secret.write(made)
+            found = await put(self._register, path, body, entry)
+            if found is not None and found.body == body:
+                self._record, self.is_sure = (made, found), True
+                return True
+            self._record = None if found is None else (self._secret.read_node(found.body), found)
+            # At the first beat there is no record of ours to be changed by another process.
+            if record is None or not is_own:
+                self._record = None
+        raise NoAnswer(f"the record of {self.node} changes all the while")
+
+    def _give_up(self, taken: tuple[str, ...] | None) -> None:
+        """Heads are read again of what was taken: whoever noted it may have stopped before taking it."""
+        if taken == ():
+            return
+        paths = {self._secret.head_path(name): name for name in self._claimed}
+        self._noted |= set(paths if taken is None else taken)
+        for path in self._noted & paths.keys():
+            copy = self._claimed[paths[path]]
+            # Of a private one, too: its head may have been put by a change that had no answer.
+            if copy.tenure is not Tenure.UNSURE:
+                copy.tenure = step(copy.tenure, Turn.DOUBTED)
+
+    def doubt(self) -> None:
+        """No beat was heard for long: heads are read before their sessions are used, until one is."""
+        self.is_sure = False

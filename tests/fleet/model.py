@@ -1,0 +1,470 @@
+"""A fleet of the production `Claims` on a register in memory, one step at a time, by a seed.
+
+Every call to the register or to a peer is a step, and between any two the seed may lose the call, lose its
+answer, delay it, kill a node, freeze it, or cut it off. Rows are a list of tags here: tests with real stores
+check what moves.
+
+    python -m tests.fleet.model --seeds 10000          good, or the first seed that broke something
+    python -m tests.fleet.model --control forget_uid   the same with a bug planted: it must be found
+"""
+
+import argparse
+import random
+import sys
+from collections.abc import AsyncIterator, Coroutine, Generator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, NamedTuple
+
+from ctxcache.core.fleet import claims as production
+from ctxcache.core.fleet.claims import Busy, Claims, Left, Verdict
+from ctxcache.core.fleet.heads import Head, Name, Secret, Source
+from ctxcache.core.fleet.register import Entry, NoAnswer, Refused
+from ctxcache.core.fleet.tenure import Tenure
+
+SECRET = Secret(b"a secret of sixteen bytes or more")
+NAMES = [Name("t", f"s{i}") for i in range(2)]
+NODES = "abc"
+STEPS = 400
+BEAT_EVERY = 25
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Step:
+    """Awaited: the scheduler decides what becomes of a call: `lost`, `unheard`, `late` or `done`."""
+
+    def __await__(self) -> Generator[None, str, str]:
+        """Give way to the scheduler."""
+        return (yield)
+
+
+class MemoryRegister:
+    """One node's way to the register that all share."""
+
+    def __init__(self, world: "World", node: "Node") -> None:
+        self._world, self._node = world, node
+
+    async def get(self, path: str) -> Entry | None:
+        """See Register."""
+        fate = await Step()
+        if fate in ("lost", "late") or self._node.is_cut:
+            raise NoAnswer
+        found = self._world.objects.get(path)
+        if fate == "unheard":
+            raise NoAnswer
+        return found
+
+    async def create(self, path: str, body: bytes) -> str:
+        """See Register."""
+        return await self._change(path, body, None)
+
+    async def replace(self, path: str, body: bytes, tag: str) -> str:
+        """See Register."""
+        return await self._change(path, body, tag)
+
+    async def _change(self, path: str, body: bytes, tag: str | None) -> str:
+        fate = await Step()
+        if fate == "lost" or self._node.is_cut:
+            return self._unanswered()
+        if fate == "late":
+            # It is on its way while its sender goes on.
+            self._world.late.append((path, body, tag, self._node))
+            return self._unanswered()
+        made = self._world.change(path, body, tag, self._node)
+        if fate == "unheard":
+            return self._unanswered()
+        if made is None:
+            raise Refused
+        return made
+
+    def _unanswered(self) -> str:
+        if self._world.control == "unanswered_is_yes":
+            return "guessed"
+        raise NoAnswer
+
+    async def paths(self, beginning: str) -> AsyncIterator[str]:
+        """See Register."""
+        for path in list(self._world.objects):
+            if path.startswith(beginning):
+                yield path
+
+
+class Offered(NamedTuple):
+    """A guest on its host."""
+
+    owner: "Node"
+    uid: str
+
+
+@dataclass
+class Rows:
+    """A copy: its tags, and whether somebody writes."""
+
+    uid: str
+    tags: list[int]
+    is_written: bool = False
+
+
+class Node:
+    """A host: its claims and copies. Copies survive a kill, claims do not."""
+
+    def __init__(self, world: "World", letter: str) -> None:
+        self.world, self.letter = world, letter
+        self.named: dict[Name, Rows] = {}
+        self.guests: dict[str, Rows] = {}
+        self.is_cut = self.is_frozen = self.is_down = False
+        self.start()
+
+    def start(self) -> None:
+        """A new run."""
+        self.run = next(self.world.numbers)
+        self.tasks: list[Coroutine[Any, str, None]] = []
+        self.settling: set[Name] = set()
+        self.heard_beat_begun, self.is_beating = -1, False
+        for rows in self.named.values():
+            rows.is_written = False
+        self.claims = Claims(
+            MemoryRegister(self.world, self),
+            SECRET,
+            self,
+            self,
+            node=self.letter,
+            incarnation=f"{self.letter}{self.run}",
+            address=self.letter,
+            nonce=lambda: f"{next(self.world.numbers):016x}",
+            new_uid=lambda: f"{next(self.world.numbers):032x}",
+        )
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def uid(self, name: Name) -> str | None:
+        """See Copies."""
+        rows = self.named.get(name)
+        return None if rows is None else rows.uid
+
+    def is_written(self, name: Name) -> bool:
+        """See Copies."""
+        return self.named[name].is_written
+
+    def has_guest(self, uid: str) -> bool:
+        """See Copies."""
+        return uid in self.guests
+
+    def retire(self, name: Name) -> None:
+        """See Copies."""
+        rows = self.named.pop(name)
+        rows.is_written = False
+        self.guests[rows.uid] = rows
+
+    def restore(self, name: Name, uid: str) -> None:
+        """See Copies."""
+        self.named[name] = self.guests.pop(uid)
+
+    async def land(self, name: Name, uid: str, offer: object) -> bool:
+        """See Copies."""
+        fate = await Step()
+        assert isinstance(offer, Offered)
+        owner, source_uid = offer
+        # A transfer that breaks leaves a shorter session, or none.
+        rows = owner.guests.get(source_uid)
+        if owner.is_down or self.is_cut or fate == "lost" or rows is None or name in self.named:
+            return False
+        tags = list(rows.tags)
+        self.named[name] = Rows(uid, tags if fate == "done" else tags[: len(tags) // 2])
+        return True
+
+    # -- peers -------------------------------------------------------------------------------------
+
+    async def yield_(self, name: Name, source: Source, term: int) -> object:
+        """See Peers."""
+        fate = await Step()
+        owner = self.world.nodes.get(source.address)
+        if owner is None or owner.is_down or owner.is_frozen or owner.is_cut or self.is_cut or fate == "lost":
+            raise NoAnswer
+        owner.claims.yielded(name, source.uid, term)
+        self.world.yields[source.uid] = name
+        if fate != "done":
+            raise NoAnswer
+        return Offered(owner, source.uid)
+
+    # -- what runs ---------------------------------------------------------------------------------
+
+    async def turn(self, name: Name) -> None:
+        """A user's turn: look up, create where there is none, append, commit."""
+        if not self.claims.is_here(name):
+            # One look at a name at a time, as the store has it.
+            if name in self.settling:
+                return
+            self.settling.add(name)
+            try:
+                verdict = await self.claims.settle(name)
+            finally:
+                self.settling.discard(name)
+            if verdict is Verdict.ELSEWHERE or (verdict is Verdict.UNKNOWN and name not in self.named):
+                return
+        rows = self.named.get(name)
+        if rows is None:
+            rows = self.named[name] = Rows(f"{next(self.world.numbers):032x}", [])
+            if self.claims.created(name) and await self.claims.publish(name) is not Verdict.HERE:
+                return
+        if self.named.get(name) is not rows or rows.is_written:
+            return
+        rows.is_written = True
+        try:
+            await Step()
+            # Cut off by whoever took the session over.
+            if self.named.get(name) is rows:
+                self.world.append(self, name, rows)
+        finally:
+            rows.is_written = False
+
+    async def publish(self) -> None:
+        """Write the heads that are lacking."""
+        for name in self.claims.private():
+            await self.claims.publish(name)
+
+    async def beat(self) -> None:
+        """One beat, unless one is under way."""
+        # One after the other, as the store has it.
+        if self.is_beating:
+            return
+        begun, self.is_beating = self.world.step, True
+        try:
+            is_alone = await self.claims.beat()
+        except NoAnswer:
+            self.claims.doubt()
+            return
+        finally:
+            self.is_beating = False
+        if not is_alone:
+            raise Broken("a node was told that another process has its name")
+        self.heard_beat_begun = max(self.heard_beat_begun, begun)
+
+    async def delete(self, name: Name) -> None:
+        """A user's deletion."""
+        if self.claims.is_here(name) and name in self.named and not self.named[name].is_written:
+            del self.named[name]
+            try:
+                await self.claims.bury(name)
+            except NoAnswer:
+                return
+
+
+@dataclass
+class World:
+    """The register, the nodes and what has happened."""
+
+    seed: int
+    control: str = ""
+    numbers: count[int] = field(default_factory=lambda: count(1))
+    objects: dict[str, Entry] = field(default_factory=dict)
+    late: list[tuple[str, bytes, str | None, Node]] = field(default_factory=list)
+    step: int = 0
+    heads: dict[str, list[tuple[int, Head]]] = field(default_factory=dict)
+    contents: dict[str, list[int]] = field(default_factory=dict)
+    yields: dict[str, Name] = field(default_factory=dict)
+    moves: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.nodes = {letter: Node(self, letter) for letter in NODES}
+
+    def change(self, path: str, body: bytes, tag: str | None, node: Node) -> str | None:
+        """The register's own step. None: refused."""
+        found = self.objects.get(path)
+        is_met = (found and found.tag) == tag
+        if not is_met and self.control != "no_conditions":
+            return None
+        made = Entry(body, f"t{next(self.numbers)}")
+        self.objects[path] = made
+        if path.startswith("v1/s/"):
+            self._check_head(path, SECRET.read_head(body), node)
+        return made.tag
+
+    def _check_head(self, path: str, head: Head, node: Node) -> None:
+        """Terms rise, and each is of one run of one node."""
+        history = self.heads.setdefault(path, [])
+        if history and head.term <= history[-1][1].term:
+            raise Broken(f"term {head.term} behind {history[-1][1].term}")
+        if head.node != node.letter:
+            raise Broken("a node made another one the owner")
+        if history and head.uid == history[-1][1].uid and head.node != history[-1][1].node:
+            raise Broken("a session was taken over without a new uid")
+        self.moves += bool(history) and head.node != history[-1][1].node
+        history.append((self.step, head))
+
+    def append(self, node: Node, name: Name, rows: Rows) -> None:
+        """A commit, acknowledged to a user."""
+        history = self.heads.get(SECRET.head_path(name), [])
+        # A session that has no head yet is its host's alone, and learns of another one when it is published.
+        is_published = any(head.uid == rows.uid for _, head in history)
+        for begun, head in history[-1:] if is_published else ():
+            if head.source is not None and head.source.uid == rows.uid and rows.uid in self.yields:
+                raise Broken("a copy goes on that was given up and taken over")
+            if head.node != node.letter and begun < node.heard_beat_begun and node.claims.is_here(name):
+                raise Broken("a copy goes on though a beat has said that it was taken")
+        known = self.contents.setdefault(rows.uid, [])
+        if rows.tags != known[: len(rows.tags)] and known != rows.tags[: len(known)]:
+            raise Broken("one uid has two contents")
+        rows.tags.append(next(self.numbers))
+        self.contents[rows.uid] = list(rows.tags)
+
+    def run(self) -> None:
+        """Do `STEPS` steps."""
+        draw = self.random
+        for self.step in range(STEPS):
+            for node in self.nodes.values():
+                if not node.is_down and self.step % BEAT_EVERY == 8 * (ord(node.letter) % 3):
+                    node.tasks.append(node.beat())
+            if draw.random() < 0.35:
+                node = draw.choice(list(self.nodes.values()))
+                if not node.is_down:
+                    node.tasks.append(self._chore(node))
+            if draw.random() < 0.03:
+                self._blow()
+            if self.late and draw.random() < 0.2:
+                self.change(*self.late.pop(draw.randrange(len(self.late))))
+            ready = [n for n in self.nodes.values() if n.tasks and not n.is_frozen]
+            if ready:
+                self._advance(draw.choice(ready))
+
+    def _chore(self, node: Node) -> Coroutine[Any, str, None]:
+        which, name = self.random.random(), self.random.choice(NAMES)
+        if which < 0.7:
+            return node.turn(name)
+        return node.publish() if which < 0.95 else node.delete(name)
+
+    def _advance(self, node: Node) -> None:
+        task = self.random.choice(node.tasks)
+        fate = self.random.choices(("done", "unheard", "lost", "late"), (90, 4, 4, 2))[0]
+        try:
+            task.send(fate if task.cr_frame.f_lasti > 0 else None)  # type: ignore[attr-defined,arg-type]
+        except StopIteration:
+            node.tasks.remove(task)
+
+    def _blow(self) -> None:
+        node, which = self.random.choice(list(self.nodes.values())), self.random.random()
+        if which < 0.3:
+            for task in node.tasks:
+                task.close()
+            node.is_down = not node.is_down
+            if not node.is_down:
+                node.start()
+            else:
+                node.tasks = []
+        elif which < 0.6:
+            node.is_frozen = not node.is_frozen
+        else:
+            node.is_cut = not node.is_cut
+
+
+CONTROLS = (
+    "no_conditions",
+    "unanswered_is_yes",
+    "forget_uid",
+    "keep_head",
+    "no_note",
+    "deaf_beat",
+    "keep_copy",
+)
+
+
+def planted(world: World) -> None:
+    """Put the bug of a world's control into its nodes."""
+    for node in world.nodes.values():
+        plain_start = node.start
+
+        def start(node: Node = node, plain_start: Any = plain_start) -> None:
+            plain_start()
+            _plant(world.control, node.claims, node)
+
+        node.start = start  # type: ignore[method-assign]
+        _plant(world.control, node.claims, node)
+
+
+def _plant(control: str, claims: Claims, node: Node) -> None:
+    inside: Any = claims
+    plain = inside._fetch
+
+    async def fetch(name: Name, entry: Entry, head: Head, source: Source, _: str) -> Any:
+        # The new owner goes on under the old uid.
+        return await plain(name, entry, head, source, head.uid)
+
+    async def renew(name: Name, entry: Entry, head: Head) -> Verdict:
+        # What the head says is believed, with no change of it.
+        if node.uid(name) is None:
+            node.restore(name, head.uid)
+        inside._claimed[name] = production.Copy(head.uid, Tenure.UNSURE)
+        inside._owned(name, entry, head)
+        return Verdict.HERE
+
+    async def note(_node: str, _path: str) -> None:
+        # The silent owner is told nothing.
+        return
+
+    def yielded(name: Name, uid: str, term: int) -> None:
+        # The owner says yes and goes on.
+        rows = node.named.get(name)
+        if rows is None or rows.uid != uid:
+            if uid not in node.guests:
+                raise Left
+            return
+        if rows.is_written:
+            raise Busy
+        node.guests[uid] = replace(rows, tags=list(rows.tags))
+
+    bugs: dict[str, tuple[str, Any]] = {
+        "forget_uid": ("_fetch", fetch),
+        "keep_head": ("_renew", renew),
+        "no_note": ("_note_taken", note),
+        "deaf_beat": ("_give_up", lambda _taken: None),
+        "keep_copy": ("yielded", yielded),
+    }
+    if control in bugs:
+        setattr(inside, *bugs[control])
+
+
+def try_seed(seed: int, control: str = "") -> World:
+    """One history. Raises Broken."""
+    world = World(seed, control)
+    planted(world)
+    try:
+        world.run()
+    finally:
+        for node in world.nodes.values():
+            for task in node.tasks:
+                task.close()
+    return world
+
+
+def is_broken(seed: int, control: str) -> bool:
+    """Whether this history breaks something."""
+    try:
+        try_seed(seed, control)
+    except Broken:
+        return True
+    return False
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--control", choices=CONTROLS, default="")
+    asked = parser.parse_args()
+    broken, moves, first = 0, 0, ""
+    for seed in range(asked.seeds):
+        try:
+            moves += try_seed(seed, asked.control).moves
+        except Broken as error:
+            broken += 1
+            first = first or f"seed {seed}: {error}"
+    sys.stdout.write(f"{asked.seeds} histories, {moves} takeovers, {broken} broken; {first or 'good'}\n")
+    raise SystemExit(bool(broken) != bool(asked.control))
+
+
+if __name__ == "__main__":
+    main()

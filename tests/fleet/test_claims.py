@@ -1,0 +1,92 @@
+"""Claims of several hosts on one register, by seeds, and the bugs that these histories must find."""
+
+import pytest
+
+from ctxcache.core.fleet.heads import ForeignObject, Head, Name, NodeRecord, Secret
+from tests.fleet.model import CONTROLS, is_broken, try_seed
+
+HISTORIES = 1500
+HISTORIES_OF_A_BUG = 150
+
+
+def test_no_history_of_three_hosts_breaks_anything() -> None:
+    """Terms rise, each is of one run of one host, and a copy that was taken is not continued."""
+    moves = sum(try_seed(seed).moves for seed in range(HISTORIES))
+    # Histories in which nothing moves would prove nothing.
+    assert moves > HISTORIES
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_planted_bug_is_found(control: str) -> None:
+    """The histories above can fail: each of these bugs makes one of them do so."""
+    assert any(is_broken(seed, control) for seed in range(HISTORIES_OF_A_BUG))
+
+
+HEAD = Head("1" * 32, "n", "i", "host:1", 3, "f" * 16)
+
+
+def test_an_object_is_read_as_it_was_written() -> None:
+    """Heads and node records go through their bytes unchanged."""
+    secret = Secret(b"0123456789abcdef")
+    assert secret.read_head(secret.write(HEAD)) == HEAD
+    record = NodeRecord("n", "i", "host:1", 7, "0" * 16, ("v1/s/a",))
+    assert secret.read_node(secret.write(record)) == record
+
+
+def test_an_object_of_another_fleet_is_refused() -> None:
+    """A head under another secret is no head."""
+    with pytest.raises(ForeignObject, match="another fleet secret"):
+        Secret(b"another secret of another fleet").read_head(Secret(b"0123456789abcdef").write(HEAD))
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"null", b'{"object":"{}","digest":1}', b"\xff\xfe"])
+def test_what_is_no_object_is_refused(body: bytes) -> None:
+    """Bytes of any kind are refused by one error."""
+    with pytest.raises(ForeignObject):
+        Secret(b"0123456789abcdef").read_head(body)
+
+
+def test_a_node_record_is_no_head() -> None:
+    """An object of one kind does not pass for one of another."""
+    secret = Secret(b"0123456789abcdef")
+    with pytest.raises(ForeignObject):
+        secret.read_head(secret.write(NodeRecord("n", "i", "host:1", 7, "0" * 16)))
+
+
+def test_every_edited_byte_is_noticed() -> None:
+    """Whoever edits a head has to know the secret."""
+    secret = Secret(b"0123456789abcdef")
+    body = secret.write(HEAD)
+    for i in range(len(body)):
+        with pytest.raises(ForeignObject):
+            secret.read_head(body[:i] + bytes([body[i] ^ 1]) + body[i + 1 :])
+
+
+def test_paths_tell_nothing_and_differ_by_tenant_and_secret() -> None:
+    """A listing of the bucket shows no names."""
+    secret = Secret(b"0123456789abcdef")
+    paths = {
+        secret.head_path(Name("a", "s")),
+        secret.head_path(Name("b", "s")),
+        secret.head_path(Name("a", "t")),
+        Secret(b"0123456789abcdeg").head_path(Name("a", "s")),
+    }
+    assert len(paths) == 4
+    assert not any("alice" in secret.head_path(Name("alice", "alice")) for _ in paths)
+
+
+def test_a_short_secret_is_refused() -> None:
+    """A secret that can be guessed is refused."""
+    with pytest.raises(ValueError, match="at least 16"):
+        Secret(b"short")
+
+
+def test_the_past_of_a_head_is_bounded() -> None:
+    """A head stays below 1 KiB however often its session moves."""
+    head = HEAD
+    for i in range(20):
+        head = head.followed_by(Head(f"{i:032x}", "n", "i", "host:1", 1, "0"))
+    assert head.past is None
+    assert head.is_past("any")
+    assert head.term == 23
+    assert len(Secret(b"0123456789abcdef").write(head)) < 1024
