@@ -9,13 +9,14 @@ good, and says why once. A caller that waits for something else of the store ask
 that move rows may take longer than a store needs to say that it is there.
 """
 
+import difflib
 import enum
 import logging
 import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
@@ -345,6 +346,15 @@ class Refused(ValueError):
     """A configuration that cannot be followed; the message says which part of it, and what would do."""
 
 
+def check_names(given: Iterable[str], known: Sequence[str], where: str) -> None:
+    """Raise Refused for a name that is none: a setting that is misspelt must not be passed over."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise Refused(f"{where}.{name}: not one of {', '.join(known)}{meant}")
+
+
 def _checked(target: str) -> str:
     check_target(target)
     return target
@@ -384,10 +394,8 @@ class StoreSettings:
     @classmethod
     def of(cls, given: Mapping[str, Any], where: str) -> Self:
         """The settings that a configuration gives at `where`. Raises Refused."""
-        # By name and before pydantic: a setting that is misspelt must not be passed over.
-        for name in given:
-            if name not in cls.names():
-                raise Refused(f"{where}.{name}: not one of {', '.join(cls.names())}")
+        # Before pydantic, whose error would not name the nearest.
+        check_names(given, cls.names(), where)
         try:
             return TypeAdapter(cls).validate_python(dict(given))
         except ValidationError as error:

@@ -6,6 +6,7 @@ worker, all else is vLLM's own. Host memory is small, or the process a new one: 
 
 import hashlib
 import random
+import re
 import shutil
 import signal
 import time
@@ -22,12 +23,15 @@ import torch
 import zmq
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common as offloading_common
+from vllm.v1 import kv_offload
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 import ctxcache
 from ctxcache.client.types import BlockChange, BlockNews, LookupState
 from gpu_worker.engines.link import LinkState
+from gpu_worker.engines.vllm.offloading import VLLM_SETTINGS
 from gpu_worker.engines.vllm.tier import chain_of
 from gpu_worker.engines.vllm.tier_events import StoreEvents
 from lab.engines.families import SHAPE
@@ -481,10 +485,12 @@ def test_routers_hear_what_becomes_of_chunks_while_nobody_asks(
     ("options", "message"),
     [
         ({"extra": {"durability": "tape"}}, "durability: .* 'memory' or 'disk', not 'tape'"),
+        ({"extra": {"tokenfile": "t"}}, r"config.tokenfile: not one of .*; did you mean token_file\?"),
+        ({"extra": {"cpu_bytes": 1 << 30}}, r"not one of .*; did you mean cpu_bytes_to_use\?"),
         ({"enable_lora": True}, "LoRA"),
         ({"extra": {"blocks_per_chunk": 512}}, "lower kv_connector_extra_config.blocks_per_chunk"),
     ],
-    ids=["unknown durability", "adapters", "large chunks"],
+    ids=["unknown durability", "misspelt", "misspelt of vLLM's", "adapters", "large chunks"],
 )
 def test_what_cannot_be_served_is_refused_at_the_start(
     model: Path, tmp_path: Path, options: dict[str, Any], message: str
@@ -495,6 +501,22 @@ def test_what_cannot_be_served_is_refused_at_the_start(
         offloading(model, "127.0.0.1:1", tmp_path / "log", **options),
     ):
         pass
+
+
+def test_the_settings_that_vllm_reads_are_passed_on() -> None:
+    """Of this vLLM's sources: a setting that it reads and we do not know would be refused."""
+    places = [Path(kv_offload.__file__).parent, Path(offloading_common.__file__).parent]
+    # Tiers of its own read their own entries of `secondary_tiers`.
+    sources = [
+        path.read_text()
+        for place in places
+        for path in place.rglob("*.py")
+        if path.parent.parent.name != "tiering"
+    ]
+    read = {
+        name for source in sources for name in re.findall(r'extra_config(?:\.get\(|\[)\s*"(\w+)"', source)
+    }
+    assert read == set(VLLM_SETTINGS)
 
 
 def test_a_tier_without_the_connector_is_refused(model: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from gpu_worker.engines.link import LinkState, Refused, StoreSettings
+from gpu_worker.engines.link import LinkState, Refused, StoreSettings, check_names
 from gpu_worker.engines.vllm.engine_blocks import layout_of
 from gpu_worker.engines.vllm.pass_rows import model_with
 from gpu_worker.engines.vllm.plan import BlockLayout, hear_layouts
@@ -49,6 +49,24 @@ HOST_BYTES = 4 << 30
 OFFLOADING = ("OffloadingConnector", "CtxcacheOffloadingConnector")
 """Connectors whose host memory is one file, by the engine's id: each would write over the other's chunks."""
 
+VLLM_SETTINGS = (
+    "backpressure",
+    "block_size",
+    "blocks_per_chunk",
+    "cache_policy_module_path",
+    "canonical_layout",
+    "cpu_bytes_to_use",
+    "eviction_policy",
+    "max_tracker_size",
+    "offload_prompt_only",
+    "secondary_tiers",
+    "self_describing_kv_events",
+    "spec_module_path",
+    "spec_name",
+    "store_threshold",
+)
+"""The settings that vLLM 0.32 reads of the same place; any other name is nobody's, and is refused."""
+
 
 class CtxcacheOffloadingConnector(OffloadingConnector):
     """vLLM's OffloadingConnector with the store as its tier behind host memory."""
@@ -68,6 +86,7 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         extra = transfer.kv_connector_extra_config
         # vLLM's own settings stand beside ours. Ours are checked here, where an error can name the field; the
         # tier reads them again in the scheduler's process.
+        check_names(extra, (*StoreSettings.names(), *VLLM_SETTINGS), WHERE)
         given = {name: extra[name] for name in StoreSettings.names() if name in extra}
         StoreSettings.of(given, WHERE)
         # A configuration that is used twice has the tier in it already.

@@ -121,3 +121,13 @@ def test_an_address_is_taken(target: str) -> None:
     """In each of its forms."""
     assert StoreSettings.of({"target": target}, "extra").target == target
     ctxcache.connect(target).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("targget", "target"), ("tls-ca", "tls_ca"), ("ttl", "ttl_s"), ("qqq", "")]
+)
+def test_a_misspelt_setting_is_refused_with_the_nearest_right_one(name: str, meant: str) -> None:
+    """By all plugins alike."""
+    with pytest.raises(Refused, match=f"extra.{name}: not one of target, ") as caught:
+        StoreSettings.of({name: "x"}, "extra")
+    assert str(caught.value).endswith(f"; did you mean {meant}?") == bool(meant)
