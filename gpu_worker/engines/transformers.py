@@ -9,7 +9,7 @@ runs on its cache, the pass ends with the reason and the cache is thrown away. W
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -212,6 +212,7 @@ class TransformersEngine(Closing):
         durability: Durability = Durability.DISK,
         snapshot_every: int | None = None,
         holds_on_host: bool = False,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         """`plan` says what is saved and how it comes back; without one, a planner does, from `profile` on.
 
@@ -221,7 +222,8 @@ class TransformersEngine(Closing):
         `restore_timeout_s` is a miss. `snapshot_every`: tokens between snapshots of recurrent layers' states,
         a multiple of 32, or 0 for none; by default as the planner says. `holds_on_host`: for contexts whose
         K and V do not fit the device: they stay on the host while a turn is computed (`HostCache`), and
-        sessions are saved as layer inputs, which a plan must say. Registers the model with a probe, or
+        sessions are saved as layer inputs, which a plan must say. `labels`: of each session that the engine
+        makes, beside its turn's own. Registers the model with a probe, or
         compares it with the one that is kept. Raises InvalidArgument(field="plan" | "snapshot_every"),
         UnsupportedArchitecture for a model that cannot be held so, ModelFingerprintMismatch,
         ModelProbeMismatch, Unavailable.
@@ -255,7 +257,7 @@ class TransformersEngine(Closing):
         )
         self._place = StatePlace.DRAM
         self._misses = Reasons(log)
-        self._sink_count, self._durability = sink_count, durability
+        self._sink_count, self._durability, self._labels = sink_count, durability, dict(labels or {})
         probe = probe_of(
             self._adapter, spec, lambda ids: prefill(model, DynamicCache(config=model.config), ids)
         )
@@ -358,6 +360,7 @@ class TransformersEngine(Closing):
         history: Sequence[int] | None = None,
         eos_token_ids: Collection[int] | None = None,
         on_token: Callable[[int], None] = lambda _token: None,
+        labels: Mapping[str, str] | None = None,
     ) -> Turn:
         """Continue a session by `new_token_ids` and up to `max_new_tokens` generated ones.
 
@@ -365,6 +368,7 @@ class TransformersEngine(Closing):
         `history` is every token before the new ones, as the caller knows it; where the store has
         less or other, it is prefilled from there. None: the session's own tokens are the history. A session
         of another model is a miss without tokens, and stays as it is: nothing of the turn is saved.
+        `labels`: what the session gets where this turn makes it, see `sessions.create`.
         Raises InvalidArgument, Unavailable, DeadlineExceeded. Raises
         ModelChanged, with nothing restored or saved, when the model is not what it was when the engine was
         made.
@@ -373,7 +377,7 @@ class TransformersEngine(Closing):
         begin_ns = time.perf_counter_ns()
         turn = Turn()
         new_count = len(new_token_ids) + max_new_tokens
-        session, known = self._fit(session_id, history, new_count, turn)
+        session, known = self._fit(session_id, history, new_count, turn, labels)
         if self._host is not None:
             self._host.begin(max(session.token_count, len(known or ())) + new_count)
         with span("restore", token_count=len(known or ())):
@@ -391,14 +395,19 @@ class TransformersEngine(Closing):
     # -- before the first token --------------------------------------------------------------------
 
     def _fit(
-        self, session_id: str, history: Sequence[int] | None, new_count: int, turn: Turn
+        self,
+        session_id: str,
+        history: Sequence[int] | None,
+        new_count: int,
+        turn: Turn,
+        labels: Mapping[str, str] | None,
     ) -> tuple[SessionInfo, list[int] | None]:
         """The session and the history, both truncated alike where the context window asks for it."""
         failure = self.wait(session_id)
         # The last turn was not saved whole: without a given history the caller has to notice that.
         if failure is not None:
             self._miss(_name_of(session_id), turn, failure)
-        session = self._open(_name_of(session_id), turn)
+        session = self._open(_name_of(session_id), turn, {**self._labels, **(labels or {})})
         if history and not session.token_count and not turn.miss_reason:
             self._miss(session.name, turn, SessionNotFound(session=session.name))
         history_count = session.token_count if history is None else len(history)
@@ -412,7 +421,7 @@ class TransformersEngine(Closing):
             session = self._truncate(session, cutting.recent_count, turn)
         return session, cutting.apply(known)
 
-    def _open(self, name: str, turn: Turn) -> SessionInfo:
+    def _open(self, name: str, turn: Turn, labels: Mapping[str, str]) -> SessionInfo:
         """The session of this resource name, made where there is none.
 
         Where it is another model's it stays as it is, and the turn goes on with a stand-in, as a miss.
@@ -421,7 +430,7 @@ class TransformersEngine(Closing):
             session = self._client.sessions.get(name)
         except SessionNotFound:
             id_ = name.removeprefix("sessions/")
-            return self._client.sessions.create(self._own, id=id_, layout=self._layout).info
+            return self._client.sessions.create(self._own, id=id_, layout=self._layout, labels=labels).info
         try:
             self._own.check(session)
         except ModelFingerprintMismatch as error:
@@ -462,7 +471,7 @@ class TransformersEngine(Closing):
                 # Without a history the tokens are lost too: going on would answer another conversation.
                 if known is None:
                     raise
-                session = self._open(session.name, turn)
+                session = self._open(session.name, turn, session.labels)
         return self._nothing_restored(session)
 
     def _restore_common(

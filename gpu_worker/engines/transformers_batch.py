@@ -11,7 +11,7 @@ Worst case: each session's restored cache is copied once, and while they generat
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -53,6 +53,7 @@ class TurnRequest:
     max_new_tokens: int
     history: Sequence[int] | None = None
     eos_token_ids: Collection[int] | None = None
+    labels: Mapping[str, str] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +225,7 @@ class TransformersBatchEngine(TransformersEngine):
     def _look_up(self, request: TurnRequest) -> _Waiting:
         turn = Turn()
         count = len(request.new_token_ids) + request.max_new_tokens
-        session, known = self._fit(request.session_id, request.history, count, turn)
+        session, known = self._fit(request.session_id, request.history, count, turn, request.labels)
         return _Waiting(request, turn, session, known)
 
     def _try_to_begin(self, queued: _Waiting, choice: Choice, *, behind_count: int) -> None:
@@ -270,7 +271,7 @@ class TransformersBatchEngine(TransformersEngine):
             self._miss(start.session.name, queued.turn, error)
             if queued.known is None or not isinstance(error, DAMAGED):
                 return self._missed(start.session, start.saved, error)
-            queued.session = self._open(queued.session.name, queued.turn)
+            queued.session = self._open(queued.session.name, queued.turn, queued.session.labels)
         begun = self._restore(queued.session, queued.known, queued.wanted.new_tokens, queued.turn)
         queued.start, queued.failed = begun, None
         if queued.is_restored():

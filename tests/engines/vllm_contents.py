@@ -348,10 +348,11 @@ def _planted(control: str | None) -> Iterator[None]:
     ]
     if control == DOOR_OPEN:
 
-        def unguarded(request: Request, teller: Any) -> said.Said:
+        def unguarded(request: Request, teller: Any, labels: Any) -> said.Said:
             said.check_parameters(request)
             hints = tuple(door.hints_of(request, teller))
-            return said.Said(door._session_of(request), door._salt_of(request), hints)
+            own = door._labels_of(request, labels)
+            return said.Said(door._session_of(request), door._salt_of(request), own, hints)
 
         vars(scheduler)["read"] = unguarded
     elif control == PARAMETERS_UNCHECKED:

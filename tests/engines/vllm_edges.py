@@ -116,6 +116,34 @@ def test_names_of_all_sorts_are_conversations_of_their_own(
         }
 
 
+def test_conversations_have_labels(
+    store: ServerProcess, model: Path, tmp_path: Path, plain: VllmEngine
+) -> None:
+    """Of the setting and of the request, which wins; with labels that are none a request is not saved."""
+    say: dict[str, Any] = {"prompt": opening(70), "count": COUNT}
+    asked_for = [
+        say | {"session": "of-setting"},
+        say | {"session": "of-both", "says": {"labels": {"user": 4711, "app": "mail"}}},
+        say | {"session": None, "prompt": opening(71), "says": {"labels": {"user": "2"}}},
+        *(
+            say | {"session": f"bad-{number}", "says": {"labels": labels}}
+            for number, labels in enumerate((["user"], {"user": "a b"}, {"user": None}, "user=1"))
+        ),
+    ]
+    with VllmEngine(
+        model, store.target, tmp_path / "log", extra={"labels": {"app": "chat", "team": "a"}}
+    ) as engine:
+        for request in asked_for:
+            compare(engine.ask(request)[0], request["prompt"], plain)
+        assert engine.log.count("a request goes without the store") == 4
+        assert "does not match" in engine.log
+    with ctxcache.connect(store.target) as cache:
+        labels = {one.name.removeprefix("sessions/"): dict(one.labels) for one in cache.sessions.list()}
+    assert labels.pop("of-setting") == {"app": "chat", "team": "a"}
+    assert labels.pop("of-both") == {"app": "mail", "team": "a", "user": "4711"}
+    assert list(labels.values()) == [{"app": "chat", "team": "a", "user": "2"}]
+
+
 def test_two_ranks_have_parts_of_conversations_of_all_names(
     store: ServerProcess, plain: VllmEngine, model: Path, tmp_path: Path
 ) -> None:
@@ -195,6 +223,7 @@ def test_a_producer_saves_and_a_consumer_loads(
         ({"model_id": "my/model"}, "kv_connector_extra_config.model_id: String should match pattern"),
         ({"model_id": "my model"}, "kv_connector_extra_config.model_id: String should match pattern"),
         ({"model_id": "x" * 128}, "kv_connector_extra_config.model_id: 'xxx"),
+        ({"labels": {"user": "a b"}}, "config.labels: Value error, the value 'a b' of user"),
         ({"target": "http://127.0.0.1:7420"}, "config.target: 'http://127.0.0.1:7420' begins with"),
     ],
     ids=itertools.count(),

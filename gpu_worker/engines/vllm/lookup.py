@@ -8,7 +8,7 @@ An engine that does not save makes no session that others would find. A session 
 have stands in for theirs, for a minute. Worst case: `timeout_s` for each call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -47,6 +47,16 @@ class Asked(NamedTuple):
     prompt: list[int]
     is_shared: bool
     """Whether a new session may begin with what other sessions have."""
+    labels: Mapping[str, str]
+    """Of a session that is made for it."""
+
+
+class New(NamedTuple):
+    """What a session is made with."""
+
+    ttl: timedelta | None
+    salt: bytes
+    labels: Mapping[str, str]
 
 
 class Lookup:
@@ -68,11 +78,12 @@ class Lookup:
         tokens: list[list[int]] = []
         common = len(asked.prompt)
         for rank, model in enumerate(models):
-            name, ttl = asked.session_name, self._ttl
+            name, new = asked.session_name, New(self._ttl, asked.salt, asked.labels)
             if rank:
                 # Every rank's part gets the first session's TTL. The store may have named that one.
                 first = sessions[0]
-                name, ttl = f"sessions/{part_of(first.name.removeprefix('sessions/'), rank)}", first.ttl
+                name = f"sessions/{part_of(first.name.removeprefix('sessions/'), rank)}"
+                new = new._replace(ttl=first.ttl)
             session = self._existing(client, model, name, asked.salt)
             is_new = session is None
             if session is None:
@@ -84,7 +95,7 @@ class Lookup:
                     if not self._role.saves:
                         return None
                     missed()
-                session, is_new = self._made(client, model, name, asked.salt, layout, ttl)
+                session, is_new = self._made(client, model, name, layout, new)
                 if is_new and is_found:
                     session = self._adopted(client, session, model, asked.prompt)
             if is_new:
@@ -131,25 +142,29 @@ class Lookup:
         client: Client,
         model: CallerModel,
         name: str,
-        salt: bytes,
         layout: list[Stream],
-        ttl: timedelta | None,
+        new: "New",
     ) -> tuple[SessionInfo, bool]:
         """A session of this name, and whether it was made just now and not by another caller meanwhile.
 
         The store chooses the name where none is given, or where the session of that name has another model or
         salt. That session stays as it is.
         """
+
+        def create(ttl: timedelta | None, id_: str = "") -> SessionInfo:
+            return client.sessions.create(
+                model, id=id_, layout=layout, ttl=ttl, salt=new.salt, labels=new.labels
+            ).info
+
         if not self._role.saves:
-            return client.sessions.create(model, layout=layout, ttl=STAND_IN_TTL, salt=salt).info, True
+            return create(STAND_IN_TTL), True
         if name:
             with suppress(SessionAlreadyExists):
-                id_ = name.removeprefix("sessions/")
-                return client.sessions.create(model, id=id_, layout=layout, ttl=ttl, salt=salt).info, True
-            session = self._existing(client, model, name, salt)
+                return create(new.ttl, name.removeprefix("sessions/")), True
+            session = self._existing(client, model, name, new.salt)
             if session is not None:
                 return session, False
-        return client.sessions.create(model, layout=layout, ttl=ttl or UNNAMED_TTL, salt=salt).info, True
+        return create(new.ttl or UNNAMED_TTL), True
 
     def _adopted(
         self, client: Client, session: SessionInfo, model: CallerModel, prompt: list[int]

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from ctxcache.client.types import HintAction
+from ctxcache.format.ids import Labels, checked_labels
 from gpu_worker.engines.names import session_id
 from gpu_worker.engines.vllm.hints import HintTeller, hints_of
+from gpu_worker.engines.vllm.settings import labels_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -29,15 +31,25 @@ class Said:
     """Empty where it names no conversation."""
     salt: bytes
     """Empty where the request has none: it shares with others that have none."""
+    labels: Labels
+    """What its session gets where the request makes it."""
     hints: tuple[HintAction, ...]
     """Those about its own conversation name no session."""
 
 
-def read(request: "Request", teller: HintTeller) -> Said | None:
-    """What a request says; None for one that is to go without the store. Raises nothing."""
+def read(request: "Request", teller: HintTeller, labels: Labels = ()) -> Said | None:
+    """What a request says; None for one that is to go without the store. Raises nothing.
+
+    `labels`: of every session, beside its own.
+    """
     try:
         check_parameters(request)
-        return Said(_session_of(request), _salt_of(request), tuple(hints_of(request, teller)))
+        return Said(
+            _session_of(request),
+            _salt_of(request),
+            _labels_of(request, labels),
+            tuple(hints_of(request, teller)),
+        )
     except Exception as error:  # noqa: BLE001  of whatever content, and however deep
         logger.warning("a request goes without the store, since its words are not understood: %.200r", error)
         return None
@@ -60,6 +72,12 @@ def _session_of(request: "Request") -> str:
         logger.warning("session_id: a %s is no name, and is left alone", type(named).__name__)
         return ""
     return f"sessions/{session_id(named)}" if named else ""
+
+
+def _labels_of(request: "Request", labels: Labels) -> Labels:
+    """Labels, which are not left alone where they are none: nobody would find the session by them later."""
+    own = labels_of((request.kv_transfer_params or {}).get("labels") or {})
+    return checked_labels({**dict(labels), **dict(own)}.items())
 
 
 def _salt_of(request: "Request") -> bytes:

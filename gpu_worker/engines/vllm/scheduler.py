@@ -158,15 +158,14 @@ class SchedulerSide:
         """A request came: begin to look its session up."""
         self._arrived_count += 1
         self.weights.look()
-        said = read(request, self.hints)
+        said = read(request, self.hints, self._settings.labels)
         if said is None:
             return
         self._hinted(request.request_id, said)
         if not is_plain(request) or self.link.use() is None:
             return
-        asked = Asked(
-            said.session_name, said.salt, list(request.prompt_token_ids or ()), self._settings.prefixes
-        )
+        prompt = list(request.prompt_token_ids or ())
+        asked = Asked(said.session_name, said.salt, prompt, self._settings.prefixes, dict(said.labels))
         # The store finds no shorter prefix, so a session of its own would be of no use.
         if not asked.session_name and (not asked.is_shared or len(asked.prompt) < KEYED_TOKENS):
             return

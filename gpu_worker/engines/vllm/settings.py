@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
+from pydantic import BeforeValidator
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -23,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ctxcache.client import CallerModel, Client
-from ctxcache.format.ids import MODEL_ID
+from ctxcache.format.ids import MODEL_ID, Labels, checked_labels
 from ctxcache.format.model import ModelSpec, id_of_version, with_version
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.engines.link import Level, ModelId, Refused, Seconds, StoreLink, StoreSettings
@@ -72,6 +73,23 @@ _KINDS = {
 }
 
 
+def labels_of(given: object) -> Labels:
+    """Labels of a mapping as JSON brings it. Raises ValueError."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"labels: a {type(given).__name__} is no mapping")  # noqa: TRY004  pydantic's
+    pairs = []
+    for key, value in given.items():
+        # A user's number is no text in JSON.
+        text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise ValueError(f"labels: {str(key)[:80]!r} has no text")  # noqa: TRY004
+        pairs.append((key, text))
+    return checked_labels(pairs)
+
+
+SessionLabels = Annotated[Labels, BeforeValidator(lambda given: given if given == () else labels_of(given))]
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings(StoreSettings):
     """The fields of `kv_connector_extra_config`."""
@@ -81,6 +99,8 @@ class ConnectorSettings(StoreSettings):
     state: Literal["blocks", "kv", "hidden"] = "blocks"
     prefixes: bool = True
     """Whether a request may begin with what other sessions have, and one that names no session is saved."""
+    labels: SessionLabels = ()
+    """Of each session that the connector makes, beside those that its request says."""
     restore_timeout_s: Seconds = 5.0
     """How long a request may wait for its rows, while the store answers.
 

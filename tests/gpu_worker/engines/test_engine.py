@@ -17,11 +17,12 @@ from transformers import DynamicCache, PreTrainedModel
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.routes import Access
-from ctxcache.errors import ModelFingerprintMismatch, SessionNotFound
+from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, SessionNotFound
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines import names
 from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
 from gpu_worker.families.generation import continue_greedy, prefill
 from gpu_worker.model.spec import model_spec
 from gpu_worker.planning.plan import Method, RestorePlan
@@ -362,3 +363,22 @@ def test_a_damaged_session_is_saved_again_each_time(
             _corrupt(server, client, session_id, 3)
         else:
             client.sessions.open(name).keep_first(0 if damage == "cut to nothing" else 33)
+
+
+def test_a_session_has_the_labels_of_its_engine_and_its_turn(client: Client, session_id: str) -> None:
+    """Given where the turn makes it, and again where the store has lost it meanwhile; a batch's, too."""
+    spec = _spec("llama")
+    plan = RestorePlan.uniform(Method.KV, spec.layer_count)
+    labels = {"user": "4711", "app": "mail"}
+    name = f"sessions/{session_id}"
+    with TransformersEngine(_model("llama"), client, spec, plan, labels={"app": "chat", "v": "1"}) as engine:
+        engine.turn(session_id, TURNS[0], max_new_tokens=1, labels=labels)
+        engine.turn(session_id, TURNS[1], max_new_tokens=1, labels={"user": "0"})
+        engine.wait(session_id)
+        assert client.sessions.get(name).labels == {"v": "1", **labels}
+        with pytest.raises(InvalidArgument, match="labels"):
+            engine.turn(f"{session_id}-bad", TURNS[0], max_new_tokens=1, labels={"user": "a b"})
+    with TransformersBatchEngine(_model("llama"), client, spec, plan) as batch:
+        batch.turns([TurnRequest(f"{session_id}-batch", TURNS[0], 1, labels=labels)])
+        batch.wait(f"{session_id}-batch")
+    assert client.sessions.get(f"{name}-batch").labels == labels
