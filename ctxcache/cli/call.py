@@ -33,6 +33,7 @@ from ctxcache.cli.options import (
     Shared,
     TenantOption,
     option,
+    seconds,
     shared_of,
     with_signature,
 )
@@ -136,9 +137,9 @@ IntervalOption = Annotated[
     float | None,
     typer.Option(
         "--interval",
-        metavar="SECONDS",
+        metavar="TIME",
         help="How often, with --watch.",
-        min=0.01,
+        parser=seconds(0.01),
         show_default=f"{WATCH_INTERVAL_S:g}",
     ),
 ]

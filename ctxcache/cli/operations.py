@@ -13,6 +13,7 @@ import typer
 
 from ctxcache.cli.call import CliCall, CtrlC, online, ssd_paths, tenant_names, watched
 from ctxcache.cli.documents import examples
+from ctxcache.cli.options import seconds
 from ctxcache.cli.tables import drain_line
 from ctxcache.cli.units import counted, parse_span, parsed
 from ctxcache.client.convert import document
@@ -133,7 +134,8 @@ def list_leases(
     call: CliCall,
     tenant: Annotated[str, typer.Option("--tenant", metavar="TENANT", help="Only this one's.")] = "",
     older_than: Annotated[
-        float, typer.Option("--older-than", metavar="SECONDS", min=0, help="Only those held for longer.")
+        float,
+        typer.Option("--older-than", metavar="TIME", parser=seconds(0), help="Only those held for longer."),
     ] = 0,
 ) -> None:
     """List leases, the oldest first."""

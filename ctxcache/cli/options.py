@@ -18,6 +18,7 @@ from typing import Annotated, Any, Self, TypeVar, get_type_hints
 import typer
 
 from ctxcache.cli.documents import Output, Plain, as_json, as_yaml
+from ctxcache.settings.knobs.knob import parse_duration_s
 
 Options = TypeVar("Options")
 DEFAULT_TARGET = "127.0.0.1:7420"
@@ -76,6 +77,21 @@ def taking(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callabl
     return decorated
 
 
+def seconds(least: float) -> Callable[[str | float], float]:
+    """What reads an option's time, as all options read one: `90`, `90s`, `15min`, `2h`, `30d`."""
+
+    def time(given: str | float) -> float:
+        try:
+            value = given if isinstance(given, float) else parse_duration_s(str(given))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        if value < least:
+            raise typer.BadParameter(f"{given} is not at least {least:g} s")
+        return value
+
+    return time
+
+
 TargetOption = Annotated[
     str | None,
     typer.Option(
@@ -87,7 +103,10 @@ TargetOption = Annotated[
 ]
 OutputOption = Annotated[Output | None, typer.Option("--output", "-o", help="How to print.")]
 TimeoutOption = Annotated[
-    float | None, typer.Option("--timeout", help="Longest wait for an answer, in seconds.", min=0.001)
+    float | None,
+    typer.Option(
+        "--timeout", metavar="TIME", help="Longest wait for an answer: 5, or 2min.", parser=seconds(0.001)
+    ),
 ]
 TenantOption = Annotated[
     str | None,

@@ -13,10 +13,9 @@ import typer
 
 from ctxcache.cli.documents import Output
 from ctxcache.cli.options import OutputOption
-from ctxcache.cli.units import parse_duration_s
 from ctxcache.errors import CacheError
 from ctxcache.format.layout import SEGMENT_TOKENS
-from ctxcache.settings.knobs.knob import parse_size_bytes
+from ctxcache.settings.knobs.knob import parse_duration_s, parse_size_bytes
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
 from ctxcache.simulate.load import MODELS, Lie, Load, Objective, Overflow, TraceHint, objective_named
 from ctxcache.simulate.models import shape_named

@@ -13,8 +13,9 @@ import typer
 from ctxcache.cli.documents import Output, Plain, examples
 from ctxcache.cli.options import OutputOption, Shared
 from ctxcache.cli.simulate import progress
-from ctxcache.cli.units import human_size, parse_duration_s
+from ctxcache.cli.units import human_size
 from ctxcache.format.layout import SEGMENT_TOKENS
+from ctxcache.settings.knobs.knob import parse_duration_s
 from ctxcache.simulate.crowd import Crowd
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.models import State, shape_named

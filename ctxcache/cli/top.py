@@ -26,6 +26,7 @@ from rich.text import Text
 from ctxcache.cli.call import CliCall, CtrlC, online
 from ctxcache.cli.documents import Output, examples
 from ctxcache.cli.failures import sentence
+from ctxcache.cli.options import seconds
 from ctxcache.cli.tables import duration, fragmented
 from ctxcache.cli.units import human_duration, human_size
 from ctxcache.client import Client
@@ -411,7 +412,7 @@ def _nothing(text: str) -> Text:
 def top(
     call: CliCall,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="How often to look.")
+        float, typer.Option("--interval", metavar="TIME", parser=seconds(0.1), help="How often to look.")
     ] = 2.0,
     *,
     once: Annotated[

@@ -37,12 +37,12 @@ from ctxcache.cli.documents import Plain, examples
 from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.options import CONTEXT, SHARED_OPTIONS, with_signature
 from ctxcache.cli.settings import load_settings, setting_options
-from ctxcache.cli.units import counted, human_size, human_time, parse_duration_s, parsed, session_name
+from ctxcache.cli.units import counted, human_size, human_time, parsed, session_name
 from ctxcache.client import Client
 from ctxcache.client.types import BackupPart
 from ctxcache.errors import CacheError, SessionAlreadyExists
 from ctxcache.runtime.files import keep_private
-from ctxcache.settings.knobs.knob import parse_size_bytes
+from ctxcache.settings.knobs.knob import parse_duration_s, parse_size_bytes
 from ctxcache.storage.opening import ssd_directories_of
 
 PIPE = "-"

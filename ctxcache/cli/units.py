@@ -11,14 +11,13 @@ from typing import TypeVar
 import typer
 
 from ctxcache.runtime.spans import trace_id_of
+from ctxcache.settings.knobs.knob import parse_duration_s
 
 Given = TypeVar("Given")
 Value = TypeVar("Value")
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEPS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d|w|)")
 
 
 def human_size(size_bytes: float) -> str:
@@ -48,15 +47,6 @@ def human_time(instant: datetime, now: datetime) -> str:
     if abs(seconds) < 1:
         return "now"
     return f"in {human_duration(seconds)}" if seconds > 0 else f"{human_duration(seconds)} ago"
-
-
-def parse_duration_s(text: str) -> float:
-    """Seconds in `90`, `90s`, `15min`, `1h30m` or `7d`. Raises ValueError."""
-    parts = _DURATION.findall(text)
-    # `findall` leaves out what it does not know, so that the parts must make up the text.
-    if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise ValueError(f"{text!r} is not a time such as 90s, 15min, 2h or 7d")
-    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
 
 
 def parse_span(text: str) -> timedelta:

@@ -21,7 +21,7 @@ from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.identity import Rule, parse_rules
 from ctxcache.settings.knobs import KNOBS
-from ctxcache.settings.knobs.knob import parse_size_bytes
+from ctxcache.settings.knobs.knob import parse_duration_s, parse_size_bytes
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
 from ctxcache.settings.words import plain_words
 from ctxcache.wire.address import Address
@@ -43,6 +43,17 @@ OTHERS = (
 def parse_size(value: object) -> object:
     """The bytes of a text such as `512MiB`; anything else as it is. Raises ValueError."""
     return parse_size_bytes(value) if isinstance(value, str) else value
+
+
+def parse_seconds(value: object) -> object:
+    """The seconds of a text such as `30d`; a number, and anything else, as it is. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        # As other numbers are read: `1e3` is one, and `-1` is out of bounds.
+        return float(value)
+    except ValueError:
+        return parse_duration_s(value)
 
 
 def split_paths(value: object) -> object:
@@ -101,6 +112,7 @@ def check_own_address(value: str) -> str:
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=SIZE_LIMIT_BYTES)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 TenantShares = Annotated[dict[str, Share], NoDecode, BeforeValidator(parse_tenant_shares)]
 Identities = Annotated[tuple[Rule, ...], NoDecode, BeforeValidator(parse_rules)]
 OwnAddress = Annotated[str, AfterValidator(check_own_address)]
@@ -136,7 +148,7 @@ class Settings(BaseSettings):
     ssd_directories: Paths = _knob("ssd_directories")
     ssd_missing: Literal["refuse", "serve"] = _knob("ssd_missing")
     ssd_copies: int = _knob("ssd_copies")
-    ssd_hang_after_s: float = _knob("ssd_hang_after_s")
+    ssd_hang_after_s: Seconds = _knob("ssd_hang_after_s")
     ssd_size_bytes: Size = _knob("ssd_size_bytes")
     listen: OwnAddress = _knob("listen")
     unix_socket: str = _knob("unix_socket")
@@ -155,9 +167,9 @@ class Settings(BaseSettings):
     status_names: Literal["auto", "on", "off"] = _knob("status_names")
     max_concurrent_rpcs: int = _knob("max_concurrent_rpcs")
     max_concurrent_streams: int = _knob("max_concurrent_streams")
-    stall_timeout_s: float = _knob("stall_timeout_s")
+    stall_timeout_s: Seconds = _knob("stall_timeout_s")
     max_local_clients: int = _knob("max_local_clients")
-    keepalive_s: float = _knob("keepalive_s")
+    keepalive_s: Seconds = _knob("keepalive_s")
     max_connections: int = _knob("max_connections")
     max_connections_per_host: int = _knob("max_connections_per_host")
     max_bulk_connections: int = _knob("max_bulk_connections")
@@ -165,30 +177,30 @@ class Settings(BaseSettings):
     dram_high_watermark: float = _knob("dram_high_watermark")
     dirty_watermark: float = _knob("dirty_watermark")
     dirty_limit: float = _knob("dirty_limit")
-    tail_age_s: float = _knob("tail_age_s")
+    tail_age_s: Seconds = _knob("tail_age_s")
     write_behind_bytes_per_s: Size = _knob("write_behind_bytes_per_s")
     scrub_bytes_per_s: Size = _knob("scrub_bytes_per_s")
     placement_policy: PolicyName = _knob("placement_policy")
     placement_objective: Literal["turns", "tokens", "seconds"] = _knob("placement_objective")
     prefill_tokens_per_s: int = _knob("prefill_tokens_per_s")
     engine_cents_per_hour: int = _knob("engine_cents_per_hour")
-    default_ttl_s: float = _knob("default_ttl_s")
+    default_ttl_s: Seconds = _knob("default_ttl_s")
     tenant_shares: TenantShares = _knob("tenant_shares")
     retention_share: float = _knob("retention_share")
     pin_share: float = _knob("pin_share")
-    max_retention_s: float = _knob("max_retention_s")
+    max_retention_s: Seconds = _knob("max_retention_s")
     max_engines: int = _knob("max_engines")
     max_engine_jobs: int = _knob("max_engine_jobs")
-    engine_grace_s: float = _knob("engine_grace_s")
+    engine_grace_s: Seconds = _knob("engine_grace_s")
     max_sessions: int = _knob("max_sessions")
     max_leases: int = _knob("max_leases")
     lease_share: float = _knob("lease_share")
     reservation_share: float = _knob("reservation_share")
     client_share: float = _knob("client_share")
-    room_wait_s: float = _knob("room_wait_s")
+    room_wait_s: Seconds = _knob("room_wait_s")
     rebuild_metadata: bool = _knob("rebuild_metadata")
-    drain_timeout_s: float = _knob("drain_timeout_s")
-    flush_timeout_s: float = _knob("flush_timeout_s")
+    drain_timeout_s: Seconds = _knob("drain_timeout_s")
+    flush_timeout_s: Seconds = _knob("flush_timeout_s")
     trace_endpoint: str = _knob("trace_endpoint")
     trace_ratio: float = _knob("trace_ratio")
     fault_injection: bool = _knob("fault_injection")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ctxcache.cli.options import seconds
 from ctxcache.client import ClientTls, connect
 from ctxcache.errors import CacheError, InvalidArgument
 from gpu_worker.cli import options as given
@@ -31,7 +32,10 @@ ModelDirectory = Annotated[
     Path, typer.Argument(help="A local transformers model directory.", exists=True, file_okay=False)
 ]
 Store = Annotated[str, typer.Option(help="The store.", metavar="TARGET", envvar="CTXCACHE_TARGET")]
-StoreTimeout = Annotated[float, typer.Option(help="How long the store may take to answer.", min=0.01)]
+StoreTimeout = Annotated[
+    float,
+    typer.Option(help="How long the store may take to answer.", metavar="TIME", parser=seconds(0.01)),
+]
 Models = Annotated[
     list[str] | None,
     typer.Option(
@@ -53,7 +57,9 @@ def age(
     model_directory: ModelDirectory,
     every: Annotated[
         float | None,
-        typer.Option(help="Sweep again so many seconds after a sweep.", min=1, show_default="once"),
+        typer.Option(
+            help="Sweep again so long after a sweep.", metavar="TIME", parser=seconds(1), show_default="once"
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Change nothing: show all sessions, their prices and forms due.")
@@ -62,7 +68,12 @@ def age(
         float, typer.Option(help="Seconds of this machine that a GB kept for an hour is worth.", min=0)
     ] = 0.059,
     thaw_s: Annotated[
-        float, typer.Option(help="A session used so lately is in use, and gets its first form again.", min=0)
+        float,
+        typer.Option(
+            help="A session used so lately is in use, and gets its first form again.",
+            metavar="TIME",
+            parser=seconds(0),
+        ),
     ] = 300.0,
     returning: Annotated[
         float | None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ctxcache.cli.options import seconds
 from ctxcache.errors import InvalidArgument
 from ctxcache.wire.address import Address
 from gpu_worker.cli.serve import LOG_FORMAT
@@ -52,13 +53,15 @@ def llamacpp(
     store_key: Key = None,
     store_server_name: ServerName = None,
     store_timeout_s: Annotated[
-        float, typer.Option(help="How long the store may take to answer.", min=0.01)
+        float,
+        typer.Option(help="How long the store may take to answer.", metavar="TIME", parser=seconds(0.01)),
     ] = 1.0,
     ttl_s: Annotated[
         float | None,
         typer.Option(
             help="How long a conversation is kept after its last turn.",
-            min=1,
+            metavar="TIME",
+            parser=seconds(1),
             show_default="while there is room",
         ),
     ] = None,

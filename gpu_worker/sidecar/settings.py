@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from ctxcache.cli.options import seconds
 from ctxcache.errors import InvalidConfiguration
 from gpu_worker.direct import Wanted
 
@@ -50,7 +51,8 @@ ServerName = Annotated[
 
 
 def _seconds(sentence: str, least: float = 0.001) -> Any:
-    return typer.Option(help=sentence, min=least)
+    # `min` is for `_BOUNDS`: a parser has its own.
+    return typer.Option(help=sentence, min=least, parser=seconds(least), metavar="TIME")
 
 
 def _count(sentence: str) -> Any:

@@ -11,7 +11,7 @@ from command_line import ctxcache
 from ctxcache.cli.failures import ExitCode
 from ctxcache.settings import knobs
 from ctxcache.settings.config import Settings, load
-from ctxcache.settings.knobs import KNOBS, KnobKind
+from ctxcache.settings.knobs import KNOBS, Knob, KnobKind
 from ctxcache.settings.knobs.reference import toml
 
 
@@ -22,6 +22,8 @@ from ctxcache.settings.knobs.reference import toml
         ("dirty_limit = 0\n", "dirty_limit: has to be above 0"),
         ("dirty_watermark = 0.9\n", "0.75 is below dirty_watermark, 0.9"),
         ('placement_policy = "fast"\n', "placement_policy: is not 'lru'"),
+        ('default_ttl_s = "30y"\n', "default_ttl_s: '30y' is not a time such as 90s, 15min, 2h or 7d"),
+        ('default_ttl_s = "0s"\n', "default_ttl_s: 1 is the least"),
         ("= 5\n", "is not TOML"),
         ("max_sessions = " + 5000 * "9", "is not TOML"),
         ("max_sessions = " + 5000 * "[", "is not TOML"),
@@ -118,3 +120,51 @@ def test_every_setting_is_read_by_the_server() -> None:
     text = "\n".join(path.read_text() for path in others)
 
     assert [knob.name for knob in KNOBS.values() if not re.search(rf"\.{knob.name}\b", text)] == []
+
+
+TIMES = [knob for knob in KNOBS.values() if knob.kind is KnobKind.SECONDS]
+
+
+@pytest.mark.parametrize("knob", TIMES, ids=lambda knob: knob.name)
+def test_a_time_is_written_as_any_option_takes_it(knob: Knob, tmp_path: Path) -> None:
+    """With its unit: in an option, a variable and the file alike."""
+    names = {name for name in KNOBS if name.endswith("_s") and "_per_" not in name}
+    assert {one.name for one in TIMES} == names
+    file = tmp_path / "ctxcache.toml"
+    file.write_text(f'{knob.name} = "1min30s"\n')
+    for given in (
+        ctxcache("config", "show", knob.option, "1min30s", "--output", "json"),
+        ctxcache("config", "show", "--output", "json", environment={knob.variable: "1min30s"}),
+        ctxcache("config", "show", "--config", str(file), "--output", "json"),
+    ):
+        assert given.exit_code == 0, given.stderr
+        assert "90" in given.stdout
+
+
+OPTIONS = [
+    ("session", "list", "--timeout"),
+    ("session", "list", "--older-than"),
+    ("session", "list", "--idle"),
+    ("session", "create", "new", "--model", "m", "--ttl"),
+    ("session", "list", "--watch", "--interval"),
+    ("top", "--interval"),
+    ("lease", "list", "--older-than"),
+    ("trace", "record", "file", "--duration"),
+    ("worker", "serve", "--store-timeout-s"),
+    ("worker", "age", "model", "--every"),
+    ("worker", "llamacpp", "model", "--ttl-s"),
+]
+
+
+@pytest.mark.parametrize("words", OPTIONS, ids=" ".join)
+def test_every_option_that_is_a_time_says_how_one_is_written(words: tuple[str, ...]) -> None:
+    """By the same sentence."""
+    ended = ctxcache(*words, "30y")
+    assert ended.exit_code == ExitCode.USAGE
+    assert "'30y' is not a time such as 90s" in " ".join(ended.stderr.replace("│", " ").split())
+
+
+def test_an_option_takes_a_time_with_its_unit() -> None:
+    """The call is made, and nobody listens there."""
+    ended = ctxcache("--target", "127.0.0.1:1", "--timeout", "500ms", "lease", "list", "--older-than", "2h")
+    assert ended.exit_code == ExitCode.UNAVAILABLE

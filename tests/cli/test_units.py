@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from ctxcache.cli import units
+from ctxcache.settings.knobs.knob import parse_duration_s
 
 NOW = datetime(2030, 1, 31, 12, tzinfo=UTC)
 
@@ -46,6 +47,7 @@ def test_times_are_relative(seconds: float, shown: str) -> None:
     [
         ("90", 90),
         ("90s", 90),
+        ("500ms", 0.5),
         ("15min", 900),
         ("15m", 900),
         ("2h", 7200),
@@ -56,14 +58,14 @@ def test_times_are_relative(seconds: float, shown: str) -> None:
 )
 def test_durations_parse(text: str, seconds: float) -> None:
     """A duration is numbers with units, seconds without."""
-    assert units.parse_duration_s(text) == seconds
+    assert parse_duration_s(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "h", "2 h", "-2h", "2y", "1h-30m"])
 def test_other_durations_are_refused(text: str) -> None:
     """A text that is not a duration as a whole is refused."""
     with pytest.raises(ValueError, match="is not a time such as"):
-        units.parse_duration_s(text)
+        parse_duration_s(text)
 
 
 def test_instants_need_an_offset() -> None:

@@ -17,6 +17,9 @@ _SIZE_UNITS = {"": 1, "B": 1} | {
     f"{u}{i}B": (1024 if i else 1000) ** n for n, u in enumerate("KMGT", 1) for i in ("I", "")
 }
 
+_SECONDS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|m|h|d|w|)")
+
 
 class KnobKind(enum.Enum):
     """The type of a knob's text; the value is how `--help` shows it."""
@@ -29,7 +32,7 @@ class KnobKind(enum.Enum):
     ADDRESS = "HOST:PORT"
     SIZE = "SIZE"
     SHARE = "SHARE"
-    SECONDS = "SECONDS"
+    SECONDS = "TIME"
     COUNT = "COUNT"
     SWITCH = "BOOL"
     WORD = "WORD"
@@ -70,6 +73,15 @@ def parse_size_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is not a size such as 512MiB or 8GiB")
     # Decimal: `1.1GB` is 1,100,000,000 bytes, which a float misses.
     return int(Decimal(match[1]) * _SIZE_UNITS[(match[2] or "").upper()])
+
+
+def parse_duration_s(text: str) -> float:
+    """Seconds in `90`, `90s`, `500ms`, `15min`, `1h30m` or `7d`. Raises ValueError."""
+    parts = _DURATION.findall(text)
+    # `findall` leaves out what it does not know, so that the parts must make up the text.
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise ValueError(f"{text!r} is not a time such as 90s, 15min, 2h or 7d")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
