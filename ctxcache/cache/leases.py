@@ -175,6 +175,10 @@ class Lease:
     """Slots of segments that the reader reads from the SSD file itself, by segment id."""
     is_quiet: bool = False
     """Whether the lease is neither an access nor a use of its session."""
+    is_taken: bool = False
+    """Whether a reader has leased the rows once more, see `again`."""
+    is_same_read: bool = False
+    """Whether it is the read that the lease it was made of has counted."""
     others: tuple[bytes, ...] = ()
     """Uids of the other blocks of a lease of several; `view` is of the first."""
 
@@ -257,8 +261,9 @@ class Leases:
         return lease
 
     async def again(self, held: Callable[[], Lease], tenant: str, client: int | None) -> Lease:
-        """Another lease, of this client, on the rows of a lease that is held; it counts as an access.
+        """Another lease, of this client, on the rows of a lease that is held.
 
+        The first one is the read that the held lease has counted; each further one is a read of its own.
         Moves nothing. The rows are those of the lease, also when the session has changed meanwhile. Raises
         what `held` raises, CapacityExceeded, TooManyRequests.
         """
@@ -277,13 +282,19 @@ class Leases:
             client=owner,
             begun_ns=now_ns,
             deadline_ns=now_ns + LEASE_LIFETIME_NS,
+            is_same_read=not source.is_taken,
         )
+        source.is_taken = True
         self._enter(lease)
         # The session may be gone while its rows are still held by the source.
         session = self._ledger.get(lease.view.uid)
         if session is not None:
-            self._ledger.touched(session, self._state.clock.now_ns())
+            # A use in any case: it ends with the lease.
             self._ledger.read_began(session, lease.pieces, now_ns / SECOND_NS)
+        if lease.is_same_read:
+            return lease
+        if session is not None:
+            self._ledger.touched(session, self._state.clock.now_ns())
         self._state.counters.read_token_count += lease.end - lease.begin
         self._state.read_tokens[tenant] += lease.end - lease.begin
         self._state.counters.dram_hit_token_count += lease.end - lease.begin
@@ -398,7 +409,7 @@ class Leases:
                 self._ledger.read_ended(uid, now_ns / SECOND_NS)
         self._release_pieces(lease)
         self.pins.unpin(lease.client, lease.pinned)
-        if self._state.journal.listening is not None:
+        if self._state.journal.listening is not None and not lease.is_same_read:
             self._state.journal.did(Call.RELEASE, lease.view, lease=lease_id)
 
     def end_overdue(self) -> None:

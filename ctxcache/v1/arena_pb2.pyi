@@ -347,7 +347,8 @@ Global___Operation: _TypeAlias = Operation  # noqa: Y015
 
 @_typing.final
 class AcquireLease(_message.Message):
-    """Brings rows into the arena and keeps them there while the lease lasts. Counts as an access.
+    """Brings rows into the arena and keeps them there while the lease lasts. Counts as an access, but for the first lease by
+    a prefix's token: the match has counted it.
     Errors: those of SessionService.ReadSession; RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED) when the rows
     do not fit into the arena, or their locations, into 16 MiB, 3 MiB over gRPC: lease a smaller range, or
     read by stream.

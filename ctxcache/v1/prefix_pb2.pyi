@@ -96,7 +96,8 @@ class MatchPrefixRequest(_message.Message):
     @_builtins.property
     def lease_ttl(self) -> _duration_pb2.Duration:
         """Bring what is found into DRAM and hold it for this long, above 0 and at most 300 s, whoever asks for it: see
-        `MatchPrefixResponse.lease_token`. It counts as an access. Unset: nothing is held.
+        `MatchPrefixResponse.lease_token`. It counts as an access, and the first lease by the token is the same one. Unset:
+        nothing is held.
         """
 
     def __init__(

@@ -4,9 +4,11 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from urllib.request import urlopen
 
+import numpy as np
 import pytest
 from far_side import LAYOUT, OWN, SPEC, make_rows
 from live_server import LiveServer, serving, settings_in
@@ -16,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.errors import CacheError
+from ctxcache.format.streams import TOKENS
 from lab.routes import Route, route_options
 
 READ_COUNT = 200
@@ -100,6 +103,41 @@ def test_each_read_has_one_result(live: LiveServer) -> None:
             assert counted(live) == +expected, (route, name, end)
     assert expected["hit"] > READ_COUNT / 3
     assert expected["quota"] > READ_COUNT / 20
+
+
+def test_a_prefix_that_is_found_held_and_read_is_one_read(live: LiveServer) -> None:
+    """However far the two come one after the other; each further lease by the token is a read of its own."""
+    draw, expected, token_count = random.Random(6), Counter[str](), 0
+    ids: dict[str, list[int]] = {
+        name: make_rows(count)[TOKENS].view(np.int32).ravel().tolist() for name, count in TOKEN_COUNTS.items()
+    }
+    with ExitStack() as clients:
+        opened = {
+            route: clients.enter_context(ctxcache.connect(live.target, timeout_s=10, **route_options(route)))
+            for route in ROUTES
+        }
+        for number in range(READ_COUNT):
+            route, is_held = draw.choice(list(opened)), draw.random() < 0.8
+            prompts: list[list[int]] = [ids["short"], ids["long"][: draw.choice([64, 640, 1280])], [9] * 100]
+            asked = draw.choice(prompts)
+            ttl = timedelta(minutes=1) if is_held else None
+            match = opened[route].prefixes.match(OWN, asked, layout=LAYOUT, lease_ttl=ttl)
+            assert match.token_count in (0, len(asked) // 64 * 64)
+            taken_count = 0
+            if match.lease_token:
+                for reader in draw.choices(
+                    [opened["auto"], opened["local-socket"]], k=draw.choice([0, 1, 1, 3])
+                ):
+                    with reader.prefixes.leased(match.lease_token, OWN) as rows:
+                        rows.array(LAYOUT[0])
+                    taken_count += 1
+                opened[route].prefixes.release(match.lease_token)
+            read_count = max(1, taken_count) if match.token_count and is_held else 0
+            expected["hit"] += read_count
+            token_count += read_count * match.token_count
+            assert counted(live) == +expected, (number, route, taken_count)
+        assert opened["auto"].admin.stats().read_token_count == token_count
+    assert expected["hit"] > READ_COUNT / 2
 
 
 def test_the_store_says_what_it_saves(tmp_path: Path) -> None:
