@@ -111,9 +111,21 @@ class Deletion:
     failures: dict[str, CacheError] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
-    def run(self, sessions: Iterable[SessionInfo]) -> None:
-        """Delete them. Failures of single sessions are kept; what concerns all, as Unavailable, is raised."""
-        remaining = iter(sessions)
+    def run(self, sessions: Iterable[SessionInfo], show: Callable[[], None] = lambda: None) -> None:
+        """Delete them, and `show` what became of it.
+
+        Failures of single sessions are kept; what concerns all, as Unavailable, is raised.
+        """
+        try:
+            self._run(iter(sessions))
+        except BaseException:
+            # Shown also when it ends early: these sessions are gone. Of none there is nothing to say.
+            if self.deleted.names:
+                show()
+            raise
+        show()
+
+    def _run(self, remaining: Iterator[SessionInfo]) -> None:
         with ThreadPoolExecutor(DELETED_AT_ONCE, "delete") as threads:
             while few := list(islice(remaining, DELETED_AT_ONCE)):
                 for session, failure in zip(few, threads.map(self._delete, few), strict=True):

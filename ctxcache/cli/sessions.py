@@ -394,11 +394,7 @@ def delete_sessions(
                 typer.confirm(f"Delete {tally.text()}{few}?", abort=True, err=True)
             deletion = Deletion(client, selection, failures=unknown)
             with _progress(len(tally.names)) as deletion.on_step:
-                try:
-                    deletion.run(wanted())
-                finally:
-                    # Printed also when it is interrupted: these sessions are gone.
-                    _show_deleted(call, deletion.deleted, deletion.failures, is_trial=False)
+                deletion.run(wanted(), lambda: _show_deleted(call, deletion.deleted, unknown, is_trial=False))
     if unknown:
         sys.stdout.flush()
         raise next(iter(unknown.values()))

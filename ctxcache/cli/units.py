@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import typer
 
+from ctxcache.format.ids import checked_labels
 from ctxcache.runtime.spans import trace_id_of
 from ctxcache.settings.knobs.knob import parse_duration_s
 
@@ -85,6 +86,8 @@ def parse_labels(texts: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{text!r} is not KEY=VALUE")
         if labels.setdefault(key, value) != value:
             raise ValueError(f"{key!r} is given twice, with different values")
+    # As the server will see them: refused here, before anything is looked at or printed.
+    checked_labels(labels.items())
     return labels
 
 

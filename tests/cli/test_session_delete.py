@@ -259,3 +259,23 @@ def test_an_operator_deletes_all_of_a_tenant(tmp_path: Path) -> None:
         assert (refused.exit_code, before) == (ExitCode.PERMISSION_DENIED, ["sessions/chat"])
         assert ran.document["deleted"] == ["sessions/chat"]
         assert (sessions_of("alice"), sessions_of("bob")) == ([], ["sessions/chat"])
+
+
+@pytest.mark.parametrize("label", ["user=a b", "no space=1", "user"])
+def test_a_refused_label_is_said_before_anything_else(target: str, label: str) -> None:
+    """Nothing is printed that looks like a deletion, here and by every command that takes labels."""
+    store_session(target, "user-1")
+
+    for words in (["delete", "--yes"], ["delete", "user-1"], ["list"], ["create", "new", "--model", "m"]):
+        ran = ctxcache("--target", target, "session", *words, "--label", label)
+        assert (ran.exit_code, ran.stdout) == (ExitCode.USAGE, "")
+        assert "--label: " in ran.stderr
+
+    assert left(target) == ["user-1"]
+
+
+def test_a_deletion_that_does_not_begin_prints_its_error_alone(target: str) -> None:
+    """Whatever it is: nobody listens, or the caller has no right."""
+    ran = ctxcache("--target", "127.0.0.1:1", "--timeout", "2", "session", "delete", "--prefix", "u", "--yes")
+    assert (ran.exit_code, ran.stdout) == (ExitCode.UNAVAILABLE, "")
+    assert left(target) == []
