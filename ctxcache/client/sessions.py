@@ -41,6 +41,9 @@ from ctxcache.v1.arena_pb2 import AcquireLease
 
 LOOKUP_BATCH = 1000
 
+STREAMS_NAMED = 3
+"""How many streams an error names, at most."""
+
 
 class SessionCalls:
     """Calls about sessions. What can be done with one is on its handle, which `create` and `open` return."""
@@ -69,14 +72,16 @@ class SessionCalls:
         `layout`: the streams beside token ids that each token has a row in, by default all of the model's;
         empty for token ids alone. `salt`: up to 64 bytes; only sessions of one salt share tokens. `copies`:
         on how many SSD directories each segment shall be, 1 or 2; 0 for the server's setting. `labels`: up
-        to 8 keys and values by which `list` finds it. `exist_ok`: a session of this id, model and salt that
-        is there already is returned with its tokens, and keeps its layout, expiry, pin, copies and labels.
+        to 8 keys and values by which `list` finds it. `exist_ok`: a session of this id, model, layout and
+        salt that is there already is returned with its tokens, and keeps its expiry, pin, copies and labels.
+        A session of another layout or salt is SessionAlreadyExists, which says what differs.
         Raises SessionAlreadyExists, ModelNotFound, InvalidArgument, and with
         `exist_ok` ModelFingerprintMismatch.
         """
         _check_expiration(ttl, expire_time)
         if layout is None:
             layout = (spec.stream for spec in model.spec.streams)
+        layout = list(layout)
         request = session_pb2.CreateSessionRequest(
             session_id=id,
             model=model.name,
@@ -97,8 +102,7 @@ class SessionCalls:
                 # A session that is gone by now is one that can be made.
                 with suppress(SessionNotFound):
                     existing = self.open(f"sessions/{id}", model)
-                    if existing.checked().salt != salt:
-                        raise
+                    _check_same(existing.checked(), layout, salt)
                     return existing
             else:
                 return self.open(made, model)
@@ -527,6 +531,27 @@ def _content_of(snapshot: SessionInfo, if_generation_match: int | None) -> int:
     """The generation behind which a handle appends: what it knows, unless its caller says another."""
     # A session that was made anew may have as many tokens: its offset alone does not tell it.
     return snapshot.generation if if_generation_match is None else if_generation_match
+
+
+def _check_same(session: SessionInfo, layout: Iterable[Stream], salt: bytes) -> None:
+    """Raise SessionAlreadyExists, with what differs, for a session of other rows than a caller asks for."""
+    asked, held = {TOKENS, *layout}, {TOKENS, *session.streams()}
+    if session.salt != salt:
+        problem = "another salt: sessions of two salts share no tokens"
+    elif asked != held:
+        only = {"has": held - asked, "lacks": asked - held}
+        parts = [f"{verb} {_words(streams)}" for verb, streams in only.items() if streams]
+        problem = f"another layout: it {', and '.join(parts)}"
+    else:
+        return
+    raise SessionAlreadyExists(f"{session.name} already exists with {problem}", session=session.name)
+
+
+def _words(streams: Iterable[Stream]) -> str:
+    """A few by name, and how many more."""
+    named = list(map(str, sorted(streams)))
+    more = f" and {len(named) - STREAMS_NAMED} more" if len(named) > STREAMS_NAMED else ""
+    return ", ".join(named[:STREAMS_NAMED]) + more
 
 
 def _check_expiration(ttl: timedelta | None, expire_time: datetime | None) -> None:

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
-from far_side import HIDDEN, OWN, SPEC, make_rows
+from far_side import HIDDEN, KV, OWN, SPEC, make_rows
 from live_server import LiveServer, serving, settings_in
 
 import ctxcache
@@ -96,13 +96,32 @@ def test_a_session_that_goes_meanwhile_is_made_anew(server: LiveServer, name: st
         list(threads.map(make_and_delete, range(3)))
 
 
+@pytest.mark.parametrize(
+    ("held", "asked", "words"),
+    [
+        ([HIDDEN], [KV], f"it has {HIDDEN}, and lacks {KV}$"),
+        ([HIDDEN], None, f"it lacks .*{KV}"),
+        ([HIDDEN, KV], [HIDDEN], f"it has {KV}$"),
+        ([], [HIDDEN], f"it lacks {HIDDEN}$"),
+    ],
+)
+def test_a_session_of_another_layout_is_not_returned(
+    cache: Client, name: str, held: list[Stream], asked: list[Stream] | None, words: str
+) -> None:
+    """Rows of the caller's layout could not be appended; the error says what differs."""
+    cache.sessions.create(OWN, id=name, layout=held)
+    assert cache.sessions.create(OWN, id=name, layout=held, exist_ok=True).info.token_count == 0
+    with pytest.raises(SessionAlreadyExists, match=f"{name} already exists with another layout: {words}"):
+        cache.sessions.create(OWN, id=name, layout=asked, exist_ok=True)
+
+
 def test_a_session_of_another_model_or_salt_is_not_returned(cache: Client, name: str) -> None:
     """Its rows are not the caller's: it stays as it is."""
     kept = cache.sessions.create(OWN, id=name, salt=b"one user").append(make_rows(40))
     other = cache.models.register(ModelSpec.opaque("other", row_bytes=8))
     with pytest.raises(ModelFingerprintMismatch):
         cache.sessions.create(other, id=name, salt=b"one user", exist_ok=True)
-    with pytest.raises(SessionAlreadyExists):
+    with pytest.raises(SessionAlreadyExists, match=f"sessions/{name} already exists with another salt"):
         cache.sessions.create(OWN, id=name, exist_ok=True)
 
     assert cache.sessions.get(f"sessions/{name}").generation == kept.generation
