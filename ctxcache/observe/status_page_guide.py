@@ -56,13 +56,13 @@ def lines(address: str) -> dict[str, str]:
     }
     second_tier = {
         "type": "plugin",
-        "module_path": "gpu_worker.engines.lmcache.l2",
+        "module_path": "ctxcache.engines.lmcache",
         "class_name": "CtxcacheL2",
         "adapter_params": {"target": address, "model_directory": "MODEL"},
     }
     backend = {
         "backend_name": "ctxcache",
-        "module_path": "gpu_worker.engines.sglang",
+        "module_path": "ctxcache.engines.sglang",
         "class_name": "CtxcacheHiCache",
         "interface_v1": 1,
         "target": address,

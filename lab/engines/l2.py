@@ -38,7 +38,7 @@ def adapter_of_store(target: str, **params: Any) -> dict[str, Any]:
     """LMCache's configuration with the store as its second tier."""
     return {
         "type": "plugin",
-        "module_path": "gpu_worker.engines.lmcache.l2",
+        "module_path": "ctxcache.engines.lmcache",
         "class_name": "CtxcacheL2",
         "adapter_params": {"target": target, **params},
     }

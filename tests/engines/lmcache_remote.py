@@ -25,6 +25,7 @@ from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 import ctxcache
 from gpu_worker.engines.link import Refused
 from gpu_worker.engines.lmcache.remote import CtxcacheRemote
+from tests.engines.engine_names import check_names
 from tests.engines.tls_store import tls_store
 from tests.server_process import ServerProcess
 
@@ -39,7 +40,7 @@ class Lmcache:
     """An engine's remote storage as LMCache makes it of a configuration."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, target: str, name: str, **params: Any) -> None:
-        own = {"module_path": "gpu_worker.engines.lmcache.remote", "class_name": "CtxcacheRemote"}
+        own = {"module_path": "ctxcache.engines.lmcache", "class_name": "CtxcacheRemote"}
         own |= {"target": target, **params}
         self.config = LMCacheEngineConfig.from_defaults(
             chunk_size=CHUNK_TOKENS,
@@ -142,6 +143,11 @@ def test_chunks_come_back_in_another_process_of_the_same_model(store: ServerProc
         others = [key_of(1, model="other"), key_of(1, rank=1), key_of(1, dtype=torch.float16)]
         assert second.load(*others) == [None] * 3
         assert not any(map(second.backend.contains, others))
+
+
+def test_the_names_that_users_import_are_the_adapters() -> None:
+    """As configurations name them."""
+    check_names("lmcache")
 
 
 def test_a_store_on_another_host_is_reached_by_tls(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 import ctxcache
 from gpu_worker.engines.link import Refused
+from tests.engines.engine_names import check_names
 from tests.engines.tls_store import tls_store
 from tests.server_process import ServerProcess
 
@@ -114,7 +115,7 @@ def backend_on(target: str, pool: Any, *, extra: dict[str, Any] | None = None, *
     """A backend made by SGLang's own factory, linked."""
     config = {
         "backend_name": "ctxcache",
-        "module_path": "gpu_worker.engines.sglang",
+        "module_path": "ctxcache.engines.sglang",
         "class_name": "CtxcacheHiCache",
         "interface_v1": 1,
         "target": target,
@@ -133,6 +134,11 @@ def store(tmp_path: Path) -> Iterator[ServerProcess]:
     """A store that a test may do anything to."""
     with ServerProcess(tmp_path / "data") as server:
         yield server
+
+
+def test_the_names_that_users_import_are_the_adapters() -> None:
+    """As configurations name them."""
+    check_names("sglang")
 
 
 def test_a_store_on_another_host_is_reached_by_tls(tmp_path: Path) -> None:

@@ -9,14 +9,20 @@ import itertools
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+import ctxcache.engines.vllm
+from gpu_worker.engines.vllm.plugin import CONNECTORS
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import Reply, VllmEngine
+from tests.engines.engine_names import check_names
 from tests.server_process import ServerProcess
 
 BLOCK_TOKENS = 32
@@ -92,6 +98,18 @@ def until_restored(engine: VllmEngine, prompt: Sequence[int], session: str) -> N
             return
         assert time.monotonic() < deadline_s, engine.log
         time.sleep(0.1)
+
+
+def test_the_names_that_users_import_are_the_connectors() -> None:
+    """By vLLM's own factory too, where plugins are off."""
+    check_names("vllm")
+    for name in CONNECTORS:
+        named = KVTransferConfig(
+            kv_connector=name, kv_role="kv_both", kv_connector_module_path="ctxcache.engines.vllm"
+        )
+        assert KVConnectorFactory.get_connector_class(named) is getattr(ctxcache.engines.vllm, name)
+    (entry,) = [one for one in entry_points(group="vllm.general_plugins") if one.name == "ctxcache"]
+    assert entry.load() is ctxcache.engines.vllm.register
 
 
 @pytest.mark.parametrize("session", ["alice", None], ids=["session", "prefix"])

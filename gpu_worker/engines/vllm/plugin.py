@@ -5,17 +5,14 @@ from contextlib import suppress
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-CONNECTORS = {
-    "CtxcacheConnector": "gpu_worker.engines.vllm.connector",
-    "CtxcacheOffloadingConnector": "gpu_worker.engines.vllm.offloading",
-}
-"""The module of each class."""
+CONNECTORS = ("CtxcacheConnector", "CtxcacheOffloadingConnector")
+MODULE = "ctxcache.engines.vllm"
 
 
 def register() -> None:
     """Register the connectors, unless this process has done so. Our log lines go where vLLM's go."""
     logging.getLogger("gpu_worker").parent = logging.getLogger("vllm")
     # vLLM loads plugins once in each process, and may do so again: it refuses a second time by an error.
-    for name, module in CONNECTORS.items():
+    for name in CONNECTORS:
         with suppress(ValueError):
-            KVConnectorFactory.register_connector(name, module, name)
+            KVConnectorFactory.register_connector(name, MODULE, name)

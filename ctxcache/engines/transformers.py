@@ -1,0 +1,35 @@
+"""transformers in this process, restored from the store. Needs the extra `worker`."""
+
+from typing import TYPE_CHECKING
+
+from ctxcache.engines import lazily
+
+if TYPE_CHECKING:
+    from gpu_worker.engines.transformers import TransformersEngine, Turn
+    from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
+    from gpu_worker.engines.transformers_host import HostCache
+    from gpu_worker.model.spec import model_spec, spec_from_directory
+    from gpu_worker.planning.plan import Method, RestorePlan
+
+__all__ = [
+    "HostCache",
+    "Method",
+    "RestorePlan",
+    "TransformersBatchEngine",
+    "TransformersEngine",
+    "Turn",
+    "TurnRequest",
+    "model_spec",
+    "spec_from_directory",
+]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "gpu_worker.engines.transformers": ("TransformersEngine", "Turn"),
+        "gpu_worker.engines.transformers_batch": ("TransformersBatchEngine", "TurnRequest"),
+        "gpu_worker.engines.transformers_host": ("HostCache",),
+        "gpu_worker.model.spec": ("model_spec", "spec_from_directory"),
+        "gpu_worker.planning.plan": ("Method", "RestorePlan"),
+    },
+)
