@@ -92,6 +92,8 @@ async def _run(directory: Path, out: Path) -> None:
         arena_huge_pages="off",
         token_hashes=hashes,
         status_names="on",
+        prefill_tokens_per_s=5000,
+        engine_cents_per_hour=400,
         tail_age_s=5,
         tenant_shares={"chat": Share(0.4, 1), "batch": Share(0.1, 0.5)},
     )

@@ -55,6 +55,8 @@ KEPT = frozenset(
         "ctxcache_prefetched_segments_total",
         "ctxcache_prefetch_unused_segments_total",
         "ctxcache_regretted_tokens_total",
+        "ctxcache_saved_prefill_seconds_total",
+        "ctxcache_saved_dollars_total",
     }
 )
 """The counters that are asked for over time."""

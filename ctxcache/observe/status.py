@@ -190,6 +190,18 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """What engines did not have to compute, in a time: tokens of prompts, their seconds, and US dollars.
+
+    `dollars` None: no price is set.
+    """
+
+    token_count: int
+    prefill_s: float
+    dollars: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class StatusBound:
     """How much there is of what may be; `limit` 0: no bound."""
 
@@ -245,6 +257,8 @@ class Status:
     calls_per_s: float
     last_hour: Hits
     by_minute: tuple[Hits, ...]
+    saved_last_hour: Saved
+    saved_since_start: Saved
     sharing: Sharing
     misses: Mapping[str, int]
     regretted_token_count: int
@@ -305,6 +319,8 @@ def status_of(
         calls / max(min(up_s, 300), 1),
         _hits(hour),
         tuple(map(_hits, ring.by_minute(now))),
+        _saved(hour, has_price="engine_cents_per_hour" in settings),
+        _saved(now, has_price="engine_cents_per_hour" in settings),
         Sharing(
             int(hour.one("ctxcache_prefix_asked_tokens_total")),
             int(hour.one("ctxcache_prefix_found_tokens_total")),
@@ -327,6 +343,12 @@ def status_of(
         sessions,
         settings,
     )
+
+
+def _saved(of: Moment, *, has_price: bool) -> Saved:
+    tokens = sum(of.of("ctxcache_read_tokens_total").values())
+    dollars = of.one("ctxcache_saved_dollars_total") if has_price else None
+    return Saved(int(tokens), of.one("ctxcache_saved_prefill_seconds_total"), dollars)
 
 
 def _hits(grown: Moment) -> Hits:

@@ -353,13 +353,13 @@ def _tiles(status: Status) -> Html:
             f"of {count_text(hour.access_count)} accesses, {_hours(status)}",
         ),
         ("Tokens reused", count_text(hour.dram_token_count + hour.ssd_token_count), _hours(status)),
+        ("Saved", *_saved(status)),
         (
             "Found by tokens",
             share_text(sharing.found_share) if sharing.asked_token_count else "none asked",
             f"{size_text(sharing.adopted_bytes)} not stored again",
         ),
-        ("Sessions", count_text(status.session_count), f"of {_models(status.model_count)}"),
-        ("Blocks", count_text(sharing.block_count), "of engines"),
+        ("Sessions", count_text(status.session_count), _of_models(status)),
         ("Calls", f"{count_text(round(status.calls_per_s, 1))}/s", "in the last five minutes"),
         ("At stake in a crash", time_text(lag) if lag else "nothing", "age of what only memory has"),
         ("Event loop, p99", time_text(status.loop_lag_p99_s), "late"),
@@ -380,8 +380,25 @@ def _tiles(status: Status) -> Html:
     )
 
 
-def _models(count: int) -> str:
-    return "1 model" if count == 1 else f"{count_text(count)} models"
+def _of_models(status: Status) -> str:
+    models, blocks = status.model_count, status.sharing.block_count
+    of = "of 1 model" if models == 1 else f"of {count_text(models)} models"
+    return f"{of}; {count_text(blocks)} blocks of engines" if blocks else of
+
+
+def _saved(status: Status) -> tuple[str, str]:
+    """In money where a price is set, else in engines' time; and how that is meant."""
+    hour, start = status.saved_last_hour, status.saved_since_start
+    is_all = len(status.by_minute) < MINUTES
+    if hour.dollars is None or start.dollars is None:
+        since = "" if is_all else f"; {time_text(start.prefill_s)} since the start"
+        return time_text(hour.prefill_s), f"of engines' prefill, {_hours(status)}{since}"
+    since = "" if is_all else f"; {_money(start.dollars)} since the start"
+    return _money(hour.dollars), f"{time_text(hour.prefill_s)} of prefill, {_hours(status)}{since}"
+
+
+def _money(dollars: float) -> str:
+    return f"{dollars:,.2f} $"
 
 
 def _card(title: str, *children: Html, class_: str = "half", more: str = "") -> Html:

@@ -254,6 +254,29 @@ async def test_it_says_what_the_server_does(tmp_path: Path) -> None:
         assert text in html
 
 
+@pytest.mark.parametrize("cents", [0, 360_000], ids=["without a price", "with a price"])
+async def test_it_says_what_engines_did_not_have_to_compute(tmp_path: Path, cents: int) -> None:
+    """Tokens of prompts, engines' time by the rate that is set, and money where a price is."""
+    async with observed(tmp_path, prefill_tokens_per_s=1, engine_cents_per_hour=cents) as (
+        server,
+        client,
+        clock,
+    ):
+        await load(client, clock)
+        facts = json.loads(await _get(server, "/status.json"))
+        html = await _get(server, "/")
+
+    hour, start = facts["saved_last_hour"], facts["saved_since_start"]
+    reused = facts["last_hour"]["dram_token_count"] + facts["last_hour"]["ssd_token_count"]
+    assert hour["token_count"] == reused > 100
+    assert hour["prefill_s"] == pytest.approx(reused)
+    assert hour["dollars"] == (pytest.approx(reused) if cents else None)
+    assert start == hour
+    tile = html[html.index(">Saved<") :].partition("</div></div>")[0]
+    assert (f"{reused:,.2f} $" in tile) == bool(cents)
+    assert (" of prefill, " if cents else "of engines&#x27; prefill, ") in tile
+
+
 async def test_what_prompts_found_by_their_tokens_shows(tmp_path: Path) -> None:
     """Tokens asked for, found and adopted, and the blocks of engines."""
     tokens = Prefix(token_ids=rows(1, 0, 150, TOKENS))
