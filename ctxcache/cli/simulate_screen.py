@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn
 from rich.table import Table
+from rich.text import Text
 
-from ctxcache.cli.units import human_size
-from ctxcache.simulate.study import StudyOutcome
+from ctxcache.cli.units import human_duration, human_size
+from ctxcache.simulate.study import FOOTPRINT, StudyOutcome
 
 TITLES = (
     "policy",
@@ -94,21 +95,57 @@ def _capacity(outcome: StudyOutcome) -> str:
     return sizes if outcome.multiple is None else f"{outcome.multiple:g}x ({sizes})"
 
 
+class _End(ProgressColumn):
+    """When it ends, by its mean pace so far: rich's own forgets what took longer than half a minute."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        """See ProgressColumn."""
+        if not task.total or not task.completed or not task.elapsed:
+            return Text("")
+        left_s = task.elapsed * (task.total - task.completed) / task.completed
+        return Text(f"ends in {human_duration(left_s)}", style="progress.remaining")
+
+
+@contextmanager
+def bars() -> Iterator[Progress]:
+    """Bars on stderr, with an estimate of their ends."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), _End())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
+        yield drawn
+
+
+class _Replays:
+    """How far several replays of one trace are, in turns: the first one to end says how many each has."""
+
+    def __init__(self, drawn: Progress, run_count: int) -> None:
+        self._drawn, self._run_count = drawn, run_count
+        self._task = drawn.add_task("reading", total=None)
+        self._what, self._turn_count = "", 0
+        self._ended_count = self._run_turns = 0
+
+    def step(self, what: str, turn_count: int) -> None:
+        """A replay has come so far."""
+        if what != self._what or turn_count < self._turn_count:
+            self._run_turns = self._turn_count
+            if self._what == FOOTPRINT:
+                # It is none of the replays, and has another pace.
+                self._drawn.reset(self._task)
+            elif self._what:
+                self._ended_count += 1
+        self._what, self._turn_count = what, turn_count
+        self._drawn.update(self._task, description=f"{what}, {turn_count:,} turns")
+        if self._run_turns:
+            done = self._ended_count * self._run_turns + min(turn_count, self._run_turns)
+            self._drawn.update(self._task, total=self._run_count * self._run_turns, completed=done)
+
+
 @contextmanager
 def progress(run_count: int) -> Iterator[Callable[[str, int], None]]:
-    """Draw on stderr: a bar over the replays, and the turns of this one."""
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("replays", total=run_count)
-        state = {"runs": 0, "turns": 0}
-
-        def step(what: str, done: int) -> None:
-            # The count starts again with each replay; that of the footprint is none of those asked for.
-            if done < state["turns"] and what != "footprint":
-                state["runs"] += 1
-            state["turns"] = done
-            bars.update(task, description=f"{what}, {done} turns", completed=state["runs"])
-
-        yield step
+    """Draw on stderr: a bar over all replays, the turns of this one, and when the last one ends."""
+    with bars() as drawn:
+        yield _Replays(drawn, run_count).step
 
 
 def console() -> Console:

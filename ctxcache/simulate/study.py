@@ -41,7 +41,8 @@ BELADY = "belady"
 ALL_POLICIES = (*RANKED, BELADY)
 BOUNDLESS_BYTES = 1 << 60
 Step = Callable[[str, int], None]
-"""Hears of what is being done, and how many turns of it are."""
+"""Hears of what is being done, a policy's replay or FOOTPRINT, and how many turns of it are."""
+FOOTPRINT = "footprint"
 PolicyOf = Callable[[str, Capacities, MissCost], Policy]
 """Makes the policy of a name."""
 
@@ -193,5 +194,5 @@ def footprint_bytes(
         load, dram_bytes=BOUNDLESS_BYTES, ssd_bytes=BOUNDLESS_BYTES, buffer_share=0.0, hints=frozenset()
     )
     replay = Replay(boundless, maker("lru", boundless), next_arrivals_s=next_arrivals_s, is_footprint=True)
-    replay.run(trace, lambda done: step("footprint", done))
+    replay.run(trace, lambda done: step(FOOTPRINT, done))
     return replay.peak_live_bytes

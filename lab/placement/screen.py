@@ -5,12 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
 
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from ctxcache.cli.documents import Plain
-from ctxcache.cli.simulate_screen import console
+from ctxcache.cli.simulate_screen import bars, console
 from ctxcache.cli.units import human_size
 from lab.placement.census import Census
 from lab.placement.sweeps import Sweep, SweepRow
@@ -99,7 +98,8 @@ class SweepBar:
 
     def begin(self, run_count: int) -> None:
         """So many replays begin."""
-        self._progress.update(self._task, total=run_count, description="replays", completed=0)
+        # What went before has another pace.
+        self._progress.reset(self._task, total=run_count, description="replays")
 
     def step(self, what: str, turn_count: int) -> None:
         """One has come so far."""
@@ -116,5 +116,5 @@ def sweep_progress() -> Iterator[SweepBar | _NoBar]:
     if not sys.stderr.isatty():
         yield _NoBar()
         return
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        yield SweepBar(bars)
+    with bars() as drawn:
+        yield SweepBar(drawn)

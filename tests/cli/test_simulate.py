@@ -1,15 +1,21 @@
 """`ctxcache simulate` as a user meets it."""
 
 import json
+import os
+import pty
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import ctxcache
+from command_line import TIMEOUT_S, ctxcache
+from server_process import COMMAND_LINE
 from typer.testing import CliRunner
 
 from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.main import app
 from ctxcache.simulate.study import ALL_POLICIES
+from tests.nursery import without_settings
 
 TRACE = "session_id,arrival_ms,new_input_tokens,output_tokens\na,0,10,5\nb,1000,10,5\na,2000,10,5\n"
 
@@ -302,3 +308,37 @@ def test_what_comes_in_a_closed_loop_may_have_expired(tmp_path: Path) -> None:
 
     assert (figures["ssd_hits"] + figures["dram_hits"], figures["later_turns"]) == (1, 2)
     assert figures["expired_turns"] == 1
+
+
+@pytest.mark.parametrize("sizes", [("--footprint", "0.1,0.5,1"), ("--dram", "1GiB", "--ssd", "2GiB")])
+def test_a_sweep_says_on_a_terminal_how_far_it_is_and_when_it_ends(
+    tmp_path: Path, sizes: tuple[str, ...]
+) -> None:
+    """From the first replay on where the footprint was counted, else from the second; never backwards."""
+    trace = tmp_path / "trace.csv"
+    rows = [f"s{number % 400},{number},40,5\n" for number in range(40_000)]
+    trace.write_text(TRACE.partition("\n")[0] + "\n" + "".join(rows))
+    terminal, other_end = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND_LINE, "simulate", str(trace), "--policies", "lru,fifo", *sizes],
+        env=without_settings(os.environ) | {"TERM": "xterm", "COLUMNS": "120"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=other_end,
+    )
+    os.close(other_end)
+    drawn = b""
+    try:
+        while data := os.read(terminal, 4096):
+            drawn += data
+    except OSError:
+        # The other end is closed.
+        pass
+    os.close(terminal)
+
+    assert process.wait(TIMEOUT_S) == ExitCode.OK
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.decode())
+    seen = [int(share) for share in re.findall(r"turns .*?(\d+)%", text)]
+    assert seen == sorted(seen)
+    assert re.search(r"fifo, [\d,]+ turns .* ends in \d+ (s|min)", text)
+    assert max(seen) >= 50
