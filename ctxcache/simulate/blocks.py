@@ -19,8 +19,11 @@ its blocks.
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
 
 from ctxcache.core.placement.policy import Facts, Level, Policy
+from ctxcache.core.placement.prefixes import Prefixes
 from ctxcache.simulate.leaving import leaving
 from ctxcache.simulate.load import NEVER_S, Liar, Lie, Load, TraceHint
 from ctxcache.simulate.replay import STEP_TURNS
@@ -138,13 +141,58 @@ class SingleBlocks(BlockStore):
             uses[block] = uses.get(block, 0) + 1
 
 
+class OptimalBlocks(BlockStore):
+    """The bound: of all blocks, those of a turn too, the `limit` are kept that are asked for soonest.
+
+    MIN that may refuse: no order of blocks finds more. It knows the future, and asks no policy. Source:
+    Belady, A Study of Replacement Algorithms for a Virtual-Storage Computer, IBM Systems Journal 5(2), 1966.
+    O(log n) a block.
+    """
+
+    def __init__(
+        self, policy: Policy, block_tokens: int, token_bytes: int, limit: int, future: "Future"
+    ) -> None:
+        super().__init__(policy, block_tokens, token_bytes, limit)
+        self._future = future
+        self._next: dict[bytes, float] = {}
+        """The blocks that are held, by when each is asked for next."""
+        self._latest: list[tuple[float, int, bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self._next)
+
+    def found(self, asked: tuple[bytes, ...]) -> int:
+        """See BlockStore."""
+        held = self._next
+        return next((number for number, block in enumerate(asked) if block not in held), len(asked))
+
+    def use(self, request: BlockRequest, found: int, now_s: float) -> None:  # noqa: ARG002
+        """See BlockStore."""
+        for place, block in enumerate(request.kept):
+            use = self._future.next_use(block)
+            if use == NEVER_S:
+                self._next.pop(block, None)
+            else:
+                self._next[block] = use
+                # Of blocks that are asked for at once the deepest leaves first.
+                heappush(self._latest, (-use, -place, block))
+
+    def settle(self) -> None:
+        """See BlockStore."""
+        while len(self._next) > self._limit:
+            use, _, block = heappop(self._latest)
+            # Outdated: the block was asked for since, and has another entry.
+            if self._next.get(block) == -use:
+                del self._next[block]
+
+
 @dataclass(slots=True)
 class _Holder:
-    """Holds the first `held_count` of `blocks`. `use_count`: turns of a session, uses of a prefix."""
+    """Holds the first `held_count` of `blocks`."""
 
     blocks: tuple[bytes, ...] = ()
     held_count: int = 0
-    use_count: int = 0
+    turn_count: int = 0
 
 
 # The blocks that two sessions hold that begin alike:
@@ -152,7 +200,7 @@ class _Holder:
 #     block        b0   b1   b2   b3
 #     session A    ▓▓   ▓▓   ▓▓
 #     session B    ▓▓   ▓▓        ▓▓
-#     prefix b1    ▓▓   ▓▓                made when B found b0 and b1 that it did not hold itself
+#     prefix b1    ▓▓   ▓▓                made when B asked for b0 and b1 that it did not hold itself
 #     `_counts`    3    3    1    1       a block leaves with its last holder
 class HeldBlocks(BlockStore):
     """A policy of holders."""
@@ -162,8 +210,7 @@ class HeldBlocks(BlockStore):
         self._holders: dict[bytes, _Holder] = {}
         self._counts: dict[bytes, int] = {}
         """How many holders a block has."""
-        self._prefixes: dict[bytes, bytes] = {}
-        """Holders that are prefixes, by the last block of each."""
+        self._prefixes = Prefixes()
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -171,94 +218,105 @@ class HeldBlocks(BlockStore):
     def found(self, asked: tuple[bytes, ...]) -> int:
         """See BlockStore."""
         counts = self._counts
-        return next((number for number, block in enumerate(asked) if block not in counts), len(asked))
+        for number, block in enumerate(asked):
+            if block not in counts:
+                return number
+        return len(asked)
 
     def use(self, request: BlockRequest, found: int, now_s: float) -> None:
         """See BlockStore."""
-        turn, own = request.turn, self._holders.get(request.turn.session)
+        turn, asked = request.turn, request.asked
+        uid, own = turn.session, self._holders.get(turn.session)
         # Blocks that this session held itself are no sign of a common prefix.
-        own_count = _common(own.blocks[: own.held_count], request.asked) if own else 0
-        for number in range(own_count, found):
-            uid = self._prefixes.get(request.asked[number])
-            # Only the longest prefix that was found becomes a holder. A shorter one that is a holder already
-            # is used again.
-            if uid is None and number == found - 1:
-                uid = self._prefixes[request.asked[number]] = b"prefix " + request.asked[number]
-            if uid is not None:
-                self._hold(uid, request.asked[: number + 1], 0, now_s)
-        new_bytes = (turn.input_tokens + turn.output_tokens) * self._token_bytes
-        answer_bytes = turn.output_tokens * self._token_bytes
-        self._hold(turn.session, request.kept, new_bytes, now_s, answer_bytes, turn.number)
+        own_count = common_count(own.blocks, own.held_count, asked) if own else 0
+        prefixes, before = self._prefixes.used(uid, asked, own_count, found, self._counts)
+        if before is not None:
+            self.policy.continued(before)
+        token_bytes, block_bytes = self._token_bytes, self._block_bytes
+        for count, prefix in prefixes:
+            facts = Facts(count * block_bytes, prefix.use_count, 0, token_bytes, 0, is_prefix=True)
+            self._hold(prefix.uid, asked[:count], facts, now_s)
+        kept, answer_bytes = request.kept, turn.output_tokens * token_bytes
+        if kept:
+            self._prefixes.ended(uid, kept[-1])
+        new_bytes = turn.input_tokens * token_bytes + answer_bytes
+        turn_count = turn.number or (own.turn_count if own else 0) + 1
+        facts = Facts(len(kept) * block_bytes, turn_count, new_bytes, token_bytes, answer_bytes)
+        self._hold(uid, kept, facts, now_s)
 
     def expected(self, uid: bytes, return_s: float | None) -> None:
         """See BlockStore."""
         self.policy.expected(uid, return_s)
 
-    def _hold(
-        self,
-        uid: bytes,
-        blocks: tuple[bytes, ...],
-        new_bytes: int,
-        now_s: float,
-        answer_bytes: int = 0,
-        number: int | None = None,
-    ) -> None:
+    def _hold(self, uid: bytes, blocks: tuple[bytes, ...], facts: Facts, now_s: float) -> None:
         """Let the holder of that name hold these blocks, and no others."""
         counts, holder = self._counts, self._holders.get(uid)
         self.policy.arrived(uid, now_s)
         is_new = holder is None
         if holder is None:
             holder = self._holders[uid] = _Holder()
-        held = holder.blocks[: holder.held_count]
-        common = _common(held, blocks)
+        held_count = holder.held_count
+        common = common_count(holder.blocks, held_count, blocks)
         # Counted up before others are let go: a block that both lists have never falls to 0.
         for block in blocks[common:]:
             counts[block] = counts.get(block, 0) + 1
-        for block in held[common:]:
-            self._let_go(block)
+        if common < held_count:
+            self._let_go(holder.blocks[common:held_count], uid)
         holder.blocks, holder.held_count = blocks, len(blocks)
-        holder.use_count = number or holder.use_count + 1
-        size_bytes = len(blocks) * self._block_bytes
-        facts = Facts(size_bytes, holder.use_count, new_bytes, self._token_bytes, answer_bytes)
+        holder.turn_count = facts.turn_count
         self.policy.idle(uid, facts, now_s)
         if is_new:
             self.policy.placed(uid, Level.BELOW)
             self._order.put(uid, Level.BELOW)
 
-    def _let_go(self, block: bytes) -> None:
-        left = self._counts[block] - 1
-        if left:
-            self._counts[block] = left
-        else:
-            del self._counts[block]
+    def _let_go(self, blocks: Iterable[bytes], holder: bytes, most: int | None = None) -> int:
+        """Let the holder hold these no more, until `most` are given up by it; returns how many it let go."""
+        counts, given_up, let_go = self._counts, list[bytes](), 0
+        for block in blocks:
+            let_go += 1
+            left = counts[block] - 1
+            if left:
+                counts[block] = left
+                continue
+            del counts[block]
+            given_up.append(block)
+            if len(given_up) == most:
+                break
+        self._prefixes.given_up(holder, given_up)
+        return let_go
 
     def settle(self) -> None:
         """See BlockStore."""
-        while len(self._counts) > self._limit:
+        while (most := len(self._counts) - self._limit) > 0:
             uid = self._order.first(Level.BELOW, lambda _: True)
             if uid is None:
                 raise AssertionError("a policy names nobody while something is held")
             # Block by block from its end: what is left of the session is a prefix, and of use.
             holder = self._holders[uid]
-            while holder.held_count and len(self._counts) > self._limit:
-                holder.held_count -= 1
-                self._let_go(holder.blocks[holder.held_count])
+            held = holder.blocks[: holder.held_count]
+            holder.held_count -= self._let_go(reversed(held), uid, most)
             if not holder.held_count:
                 del self._holders[uid]
-                # A prefix goes with its last block, and is made anew when it is found again. A session that
-                # ends in that block is no prefix.
-                if holder.blocks and self._prefixes.get(holder.blocks[-1]) == uid:
-                    del self._prefixes[holder.blocks[-1]]
                 self._order.discard(uid)
                 self.policy.evicted(uid)
 
 
-def _common(some: tuple[bytes, ...], others: tuple[bytes, ...]) -> int:
-    """How many of the first are the same."""
-    length = min(len(some), len(others))
-    if some[:length] == others[:length]:
-        return length
-    return next(number for number in range(length) if some[number] != others[number])
+def common_count(some: tuple[bytes, ...], some_count: int, others: tuple[bytes, ...]) -> int:
+    """How many blocks the first `some_count` and the others begin with alike.
+
+    A block's name stands for all before it, too. O(log n).
+    """
+    least, most = 0, min(some_count, len(others))
+    # Most often one is the beginning of the other: one look.
+    if most and some[most - 1] == others[most - 1]:
+        return most
+    while least < most:
+        middle = (least + most) // 2
+        if some[middle] == others[middle]:
+            least = middle + 1
+        else:
+            most = middle
+    return least
 
 
 def next_uses(turns: Iterable[TraceTurn], block_tokens: int) -> "list[array[float]]":
@@ -280,6 +338,24 @@ def next_uses(turns: Iterable[TraceTurn], block_tokens: int) -> "list[array[floa
         uses.append(array("d", [NEVER_S]) * len(request.kept))
         last.update((block, (index, place)) for place, block in enumerate(request.kept))
     return uses
+
+
+def live_block_count(turns: Iterable[TraceTurn], block_tokens: int) -> int:
+    """How many blocks at most are there at once that a later turn asks for, where nothing ever leaves."""
+    reader = BlockReader(block_tokens)
+    first: dict[bytes, int] = {}
+    last: dict[bytes, int] = {}
+    index = -1
+    for index, turn in enumerate(turns):
+        request = reader.request(turn)
+        last.update((block, index) for block in request.asked if block in first)
+        for block in request.kept:
+            first.setdefault(block, index)
+    changes = [0] * (index + 2)
+    for block, until in last.items():
+        changes[first[block]] += 1
+        changes[until] -= 1
+    return max(accumulate(changes))
 
 
 class Future:
@@ -315,9 +391,13 @@ class BlockReplay:
         self._next_arrivals_s, self._future = next_arrivals_s, future
         self._blocks = BlockReader(block_tokens)
         block_bytes = block_tokens * load.token_bytes
-        make = HeldBlocks if policy.ranks_holders else SingleBlocks
         limit = (load.dram_bytes + load.ssd_bytes) // block_bytes
-        self.store: BlockStore = make(policy, block_tokens, load.token_bytes, limit)
+        self.store: BlockStore
+        if future is not None:
+            self.store = OptimalBlocks(policy, block_tokens, load.token_bytes, limit, future)
+        else:
+            make = HeldBlocks if policy.ranks_holders else SingleBlocks
+            self.store = make(policy, block_tokens, load.token_bytes, limit)
         self.tally = HitTally()
 
     def run(self, turns: Iterable[TraceTurn], step: Callable[[int], None] = lambda _: None) -> HitTally:

@@ -15,7 +15,7 @@ from ctxcache.core.placement.look_ahead import Belady
 from ctxcache.core.placement.policy import Capacities, Policy
 from ctxcache.core.placement.served import RANKED
 from ctxcache.core.placement.value import MissCost
-from ctxcache.simulate.blocks import BlockReplay, Future, next_uses
+from ctxcache.simulate.blocks import BlockReplay, Future, live_block_count, next_uses
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.replay import Replay
 from ctxcache.simulate.rows import TraceTurn
@@ -102,7 +102,8 @@ def study(
 ) -> Iterator[StudyOutcome]:
     """Replay the trace for each pair. Raises InvalidTrace before anything else where it is wrong.
 
-    The trace is read once for each, and before that for what needs the future: it is no iterator.
+    The trace is read once for each, and before that for what needs the future: it is no iterator. The live
+    footprint is of sessions, and by blocks of blocks: those that later turns ask for, whosever they are.
     With `block_tokens` by prefix blocks, else by sessions. With a `teacher` each policy of blocks begins with
     what it learned from that trace at the same capacity.
     """
@@ -111,7 +112,9 @@ def study(
     # A closed loop knows a session's next turn when its answer is there.
     next_arrivals_s = look(trace) if needs_future and not load.is_closed else None
     peak_bytes = 0
-    if needs_footprint:
+    if needs_footprint and block_tokens:
+        peak_bytes = live_block_count(trace, block_tokens) * block_tokens * load.token_bytes
+    elif needs_footprint:
         peak_bytes = footprint_bytes(trace, load, next_arrivals_s, step)
     uses = next_uses(trace, block_tokens) if block_tokens and BELADY in policies else None
     for capacity in capacities:

@@ -1,12 +1,13 @@
-"""Whether `value` is ever more than 2 points below the best baseline, or below block LRU, on any trace.
+"""Whether `value` is ever more than 2 points below the best baseline, or below block LRU, on any load.
 
-    python -m lab.studies.margin FOLDER --results lab/results/DATE-margin.jsonl
+    python -m lab.studies.margin FOLDER --regimes --results lab/results/DATE-margin.jsonl
 
-Every trace in FOLDER is replayed by prefix blocks at some multiples of its live footprint, under `value` and
-under each baseline. The compared figure is the share of all prompt tokens found. The table is printed; the
+Every trace in FOLDER, and with --regimes each of the nine that are generated, is replayed by prefix blocks at
+some multiples of its live footprint, under `value` and under each baseline; `belady` is the bound, which no
+policy can be above. The compared figure is the share of all prompt tokens found. The table is printed; the
 command ends with 1 where the promise is broken. Traces whose sessions never return, and files that are no
 traces, are named and left out. Cells that the results have already are not run again: a run may be done in
-pieces.
+pieces. `--before` has the results of an earlier `value`, for a column of its own.
 """
 
 import argparse
@@ -20,13 +21,22 @@ from pathlib import Path
 
 from ctxcache.core.placement.value import Objective
 from ctxcache.simulate.load import Load
-from ctxcache.simulate.study import Capacity, study
+from ctxcache.simulate.rows import TraceTurn
+from ctxcache.simulate.study import BELADY, Capacity, study
 from ctxcache.simulate.trace import BLOCK_TOKENS, ArrivalPace, InvalidTrace, Trace
 from lab.placement.policies import policy_of
+from lab.placement.regimes import REGIMES
 
 OURS, BLOCK_LRU = "value", "lru"
-BASELINES = (BLOCK_LRU, "lfu", "gdsf", "lhd", "arc", "s3-fifo", "sieve", "w-tinylfu")
-MOST_BELOW = 0.02
+BASELINES = (BLOCK_LRU, "lru-2", "lfu", "gdsf", "lhd", "arc", "s3-fifo", "sieve", "w-tinylfu")
+MOST_BELOW, MOST_BELOW_LRU = 0.02, 0.0001
+REGIME_SEED = 1
+HEAD = """# `value` beside baselines, by prefix blocks
+
+Shares of all prompt tokens found, by multiples of the live footprint by blocks.
+`before` is `value` before it remembered what was given up; `belady (bound)` knows the future and may refuse.
+Made by `python -m lab.studies.margin`; lab/README.md has the whole command.
+"""
 PACE = ArrivalPace(sessions_per_s=0.1)
 """For traces that say no arrivals."""
 
@@ -58,6 +68,13 @@ def trace_of(path: Path) -> Trace | None:
     return None
 
 
+def turns_of(path: Path) -> list[TraceTurn]:
+    """Of a trace, or of a regime by its name; none for a file that says nothing."""
+    if path.name in REGIMES and not path.exists():
+        return list(REGIMES[path.name](REGIME_SEED))
+    return list(trace_of(path) or ())
+
+
 def run(
     path: Path, multiples: Sequence[float], policy: str, block_tokens: int, results: Path | None
 ) -> list[Found]:
@@ -65,13 +82,12 @@ def run(
 
     Each result is written at once: a run that is cut off loses one.
     """
-    trace = trace_of(path)
-    if trace is None:
+    turns = turns_of(path)
+    if not turns:
         return []
     load = replace(Load(), objective=Objective.TOKENS)
     capacities = [Capacity(multiple) for multiple in multiples]
     found = []
-    turns = list(trace)
     for outcome in study(
         turns,
         load,
@@ -101,32 +117,38 @@ def read(path: Path | None) -> list[Found]:
 def broken(shares: dict[str, float]) -> Iterator[str]:
     """The breaches of the promise by these shares of one trace and capacity, by policy."""
     ours = shares[OURS]
-    known = {policy: share for policy, share in shares.items() if policy != OURS}
+    known = {policy: share for policy, share in shares.items() if policy not in (OURS, BELADY)}
     if known:
         best = max(known, key=lambda policy: known[policy])
         if ours < known[best] - MOST_BELOW:
             yield f"{known[best] - ours:.4f} below {best}"
-    if ours < known.get(BLOCK_LRU, 0.0):
+    if ours < known.get(BLOCK_LRU, 0.0) - MOST_BELOW_LRU:
         yield f"{known[BLOCK_LRU] - ours:.4f} below block LRU"
 
 
-def report(found: Sequence[Found]) -> bool:
-    """Print the table; whether the promise holds, on some trace at least."""
-    print(f"| trace | x footprint | {OURS} |" + "".join(f" {each} |" for each in BASELINES) + " |")
-    print("|---|---|---|" + "---|" * len(BASELINES) + "---|")
-    rows: dict[tuple[str, float], dict[str, float]] = {}
+def report(found: Sequence[Found], before: Sequence[Found] = ()) -> tuple[str, bool]:
+    """The table, and whether the promise holds, on some trace at least."""
+    old = {(one.trace, one.multiple, one.block_tokens): one.share for one in before if one.policy == OURS}
+    policies = (*BASELINES, BELADY)
+    ours = ["before", OURS] if old else [OURS]
+    heads = ("trace", "x footprint", *ours, *policies[:-1], f"{BELADY} (bound)", "")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows: dict[tuple[str, float, int], dict[str, float]] = {}
     for one in found:
-        rows.setdefault((one.trace, one.multiple), {})[one.policy] = one.share
+        rows.setdefault((one.trace, one.multiple, one.block_tokens), {})[one.policy] = one.share
     is_kept, row_count = True, 0
-    for (trace, multiple), shares in sorted(rows.items()):
+    for key, shares in sorted(rows.items()):
         if OURS not in shares:
             continue
         row_count += 1
         reasons = "; ".join(broken(shares))
         is_kept = is_kept and not reasons
-        cells = " | ".join(f"{shares[each]:.4f}" if each in shares else "-" for each in (OURS, *BASELINES))
-        print(f"| {trace} | {multiple:g} | {cells} | {reasons.upper()} |")
-    return is_kept and row_count > 0
+        cells = [f"{shares[each]:.4f}" if each in shares else "-" for each in (OURS, *policies)]
+        if old:
+            cells.insert(0, f"{old[key]:.4f}" if key in old else "-")
+        trace, multiple, _ = key
+        lines.append(f"| {' | '.join((trace, f'{multiple:g}', *cells))} | {reasons.upper()} |")
+    return "\n".join(lines) + "\n", is_kept and row_count > 0
 
 
 def folder(given: str) -> Path:
@@ -143,17 +165,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=folder)
-    parser.add_argument("--footprint", default="0.25,0.5,1", help="multiples of the live footprint")
-    parser.add_argument("--policies", default=",".join(BASELINES), help="baselines to run")
+    parser.add_argument("--regimes", action="store_true", help="also the nine that are generated")
+    parser.add_argument("--footprint", default="0.1,0.25,0.5,1", help="multiples of the live footprint")
+    parser.add_argument("--policies", default=",".join((*BASELINES, BELADY)), help="baselines to run")
     parser.add_argument("--only", default="", help="traces whose names begin so")
     parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="tokens of a block")
     parser.add_argument("--results", type=Path, help="JSON lines: what is there is not run again")
+    parser.add_argument("--before", type=Path, help="results of an earlier value, for a column")
+    parser.add_argument("--write", type=Path, help="a page that gets the table")
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
     files = [path for path in sorted(arguments.folder.iterdir()) if path.name.startswith(arguments.only)]
     paths = [path for path in files if path.is_file() and trace_of(path) is not None]
     if not paths:
         parser.exit(1, f"{arguments.folder} has no trace whose sessions return\n")
+    if arguments.regimes:
+        paths += [Path(name) for name in REGIMES]
     print(f"left out: {', '.join(path.name for path in files if path not in paths) or 'none'}\n")
     policies = [OURS, *arguments.policies.split(",")]
     multiples = [float(each) for each in arguments.footprint.split(",")]
@@ -170,7 +197,11 @@ def main() -> None:
             found += more
     names = {path.name for path in paths}
     chosen = [one for one in found if one.trace in names and one.multiple in multiples]
-    sys.exit(not report([one for one in chosen if one.block_tokens == size]))
+    table, is_kept = report([one for one in chosen if one.block_tokens == size], read(arguments.before))
+    print(table, end="")
+    if arguments.write:
+        arguments.write.write_text(f"{HEAD}\n{table}")
+    sys.exit(not is_kept)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from ctxcache.core.placement.policy import Capacities, Facts
 from ctxcache.simulate.blocks import BlockReader, BlockReplay, HeldBlocks
 from ctxcache.simulate.load import Load, TraceHint
-from ctxcache.simulate.study import look
+from ctxcache.simulate.study import BELADY, Capacity, look, study
 from ctxcache.simulate.trace import TraceTurn
 from lab.placement.policies import POLICIES
 
@@ -136,3 +136,76 @@ def test_a_session_that_leaves_takes_no_prefix_with_it(monkeypatch: pytest.Monke
         store.settle()
 
     assert heard.count(b"prefix common") == 5, "of all but the first"
+
+
+def documents_asked_of(count: int, seed: int) -> list[TraceTurn]:
+    """Requests of one turn, each for one of 60 documents of four blocks, the first the likeliest."""
+    chance = random.Random(seed)
+    turns = []
+    for now in range(count):
+        name = min(int(chance.paretovariate(0.7)), 60)
+        blocks = [f"document {name}.{each}" for each in range(4)]
+        turns.append(prompt(f"request {now}", 10.0 * now, 1, *blocks, f"own {now}"))
+    return turns
+
+
+def test_a_document_that_is_given_up_between_its_requests_is_learned_all_the_same() -> None:
+    """There is room for ten of sixty: the popular ones stay, and not those that came last."""
+    turns = documents_asked_of(3000, 4)
+    value, lru = (replayed(LOAD, turns, name, ranks_holders=True) for name in ("value", "lru"))
+
+    assert value > 1.1 * lru
+
+
+def test_truthful_ends_cost_no_hits_where_sessions_share_prefixes() -> None:
+    """Each session ends with its first turn: what it leaves behind is found by others as before."""
+    turns = documents_asked_of(3000, 5)
+    told = replace(LOAD, hints=frozenset({TraceHint.ENDS}))
+    found, untold = (replayed(load, turns, "value", ranks_holders=True) for load in (told, LOAD))
+
+    assert found > 0.998 * untold
+
+
+def slow_min(turns: list[TraceTurn]) -> int:
+    """The most that any order of blocks finds: of all of them those stay that are asked for soonest."""
+    held: set[bytes] = set()
+    found_tokens = 0
+    for number, turn in enumerate(turns):
+        blocks = turn.blocks or ()
+        depth = next((n for n, block in enumerate(blocks) if block not in held), len(blocks))
+        found_tokens += depth * BLOCK_TOKENS
+        held.update(blocks)
+
+        def next_use(block: bytes, number: int = number) -> tuple[float, int]:
+            for later in range(number + 1, len(turns)):
+                if block in (turns[later].blocks or ()):
+                    return later, (turns[later].blocks or ()).index(block)
+            return float("inf"), 0
+
+        held = set(sorted(held, key=next_use)[:BLOCK_LIMIT])
+    return found_tokens
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_belady_by_blocks_is_the_bound(seed: int) -> None:
+    """It may refuse a block, its own turn's too: it finds what a slow one does, and no policy finds more."""
+    turns = tree_of_prompts(250, seed)
+    load = replace(LOAD, dram_bytes=0)
+    (bound,) = study(turns, load, [BELADY], [Capacity()], step=lambda *_: None, block_tokens=BLOCK_TOKENS)
+    found = bound.tally.prompt_tokens - bound.tally.computed_tokens
+
+    assert found == slow_min(turns)
+    for name in POLICIES:
+        assert replayed(LOAD, turns, name, ranks_holders=True) <= found
+
+
+def test_the_footprint_by_blocks_is_of_what_is_asked_for_again() -> None:
+    """Sessions of one turn that share a prompt need room for that: none of them ever returns."""
+    common = [f"common {number}" for number in range(9)]
+    turns = [prompt(f"{n}", float(n), 1, *common, f"own {n}") for n in range(10)]
+    (outcome,) = study(
+        turns, LOAD, ["value"], [Capacity(1.0)], step=lambda *_: None, block_tokens=BLOCK_TOKENS
+    )
+
+    assert outcome.load.dram_bytes + outcome.load.ssd_bytes == 9 * BLOCK_TOKENS
+    assert outcome.tally.prompt_tokens - outcome.tally.computed_tokens == 9 * 9 * BLOCK_TOKENS

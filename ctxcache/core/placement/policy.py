@@ -27,7 +27,8 @@ class Facts(NamedTuple):
     """The known facts of a session at the end of a turn.
 
     The turn added `appended_bytes`, input and answer. Of these `answer_bytes` are the answer's, as far as is
-    known. A token of the session's model takes `token_bytes`.
+    known. A token of the session's model takes `token_bytes`. `is_prefix`: it is no session, but a prefix
+    that sessions have in common; its turns are the requests that began with it, and add nothing.
     """
 
     size_bytes: int
@@ -35,6 +36,7 @@ class Facts(NamedTuple):
     appended_bytes: int
     token_bytes: float
     answer_bytes: int = 0
+    is_prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,9 @@ class Policy:
 
     def evicted(self, uid: bytes) -> None:
         """The session left the store; it may return as a miss."""
+
+    def continued(self, uid: bytes) -> None:
+        """Another session begins with all that this one had: it goes on under another name."""
 
     def ended(self, uid: bytes) -> None:
         """The session was deleted or expired and will not return under this name."""

@@ -2,6 +2,7 @@
 
     class   root (idle, queued, over) > turn count > time away before the last turn
             > magnitude of its answer > magnitude of its input
+            root (prefix) > magnitude of the mean time between its uses > how many there were
     watch   idle --ages through bins--> returned | ended | forgotten past the last bin
 
 A class with few counts leans on its parent class: on its hazards, times how much more or less often its own
@@ -45,16 +46,18 @@ RATIO_BINS = tuple(slice(begin, end) for begin, end in pairwise(_RATIO_BEGINS))
 """The bins of each ratio."""
 MOST_HAZARD = 0.95
 SessionClass = tuple[int, ...]
-IDLE, QUEUED, OVER = 0, 1, 2
+IDLE, QUEUED, OVER, PREFIX = 0, 1, 2, 3
 """Roots.
 
 IDLE: nothing was said of the session, or not that it is over. QUEUED: its job waits. OVER: it is said to be
-over.
+over. PREFIX: it is no session, but what several have in common.
 """
-FIRST_HAZARDS = {IDLE: 0.25, QUEUED: 0.25, OVER: 0.0}
+FIRST_HAZARDS = {IDLE: 0.25, QUEUED: 0.25, OVER: 0.0, PREFIX: 0.25}
 """A root's prior for its first bin: clients and schedulers are right."""
 DEEPEST = 5
 """Parts of a name: root, turn count, time away before the last turn, magnitudes of answer and input."""
+NEWEST_SHARE = 0.25
+"""What the last time between two uses of a prefix counts in their mean."""
 GAPS_S = (2, 10)
 """Where that time passes into the next class; it is 0 where there was none."""
 
@@ -295,14 +298,24 @@ def class_of(facts: Facts, gap_s: float | None) -> SessionClass:
     return (min(facts.turn_count, MOST_TURNS), gap, answer, min(input_bits, MOST_MAGNITUDE))
 
 
+def class_of_prefix(facts: Facts, mean_gap_s: float | None) -> SessionClass:
+    """Magnitude of the mean time between two uses (None: it had one), and how many uses there were.
+
+    Prefixes have no turns of their own: how often each was asked for says most.
+    """
+    gap = 0 if mean_gap_s is None else 1 + int(mean_gap_s + 1).bit_length()
+    return (gap, min(facts.turn_count, MOST_TURNS))
+
+
 class _Watch:
     """A session that is away since `since_s`, and has come to `bin` by now.
 
     `before` is its watch before its job was queued. `counted` is the part of its return that was counted when
-    the job was queued.
+    the job was queued, or when another session went on where it ended. `mean_gap_s` is of a prefix that was
+    used before.
     """
 
-    __slots__ = ("before", "bin", "counted", "index_per_s", "name", "of", "since_s", "uid")
+    __slots__ = ("before", "bin", "counted", "index_per_s", "mean_gap_s", "name", "of", "since_s", "uid")
 
     def __init__(
         self, uid: bytes, since_s: float, name: SessionClass, of: ReturnClass, before: "_Watch | None" = None
@@ -310,6 +323,7 @@ class _Watch:
         self.uid, self.since_s, self.name, self.of, self.before = uid, since_s, name, of, before
         self.bin = 0
         self.counted = 0.0
+        self.mean_gap_s: float | None = None
         self.index_per_s = -1.0
         """Its promise when it was first asked for in this bin; less than 0 before that.
 
@@ -370,7 +384,7 @@ class ReturnTimes:
         self._counts_age_s = math.inf
         """How old the counts of an earlier run were when it was gone on from them."""
         self._gaps_s: OrderedDict[bytes, float] = OrderedDict()
-        """How long those in a turn were away before it."""
+        """How long those in a turn were away before it; of a prefix, on average."""
         self.now_s = 0.0
 
     @property
@@ -438,7 +452,10 @@ class ReturnTimes:
             # From when it was idle, not from when its job came.
             self._bins[watch.bin].pop(uid, None)
             watch.came()
-            self._gaps_s[uid] = self.now_s - (watch.before or watch).since_s
+            gap_s, mean_gap_s = self.now_s - (watch.before or watch).since_s, watch.mean_gap_s
+            if mean_gap_s is not None:
+                gap_s = mean_gap_s + (gap_s - mean_gap_s) * NEWEST_SHARE
+            self._gaps_s[uid] = gap_s
             if len(self._gaps_s) > WATCHED:
                 self._gaps_s.popitem(last=False)
             # Two returns of one session: from idleness, and from the queue.
@@ -446,6 +463,12 @@ class ReturnTimes:
                 watch.before.came()
                 self._wait_s += (self.now_s - watch.since_s - self._wait_s) / WAIT_MEMORY
             self._queued_share += ((watch.before is not None) - self._queued_share) / WAIT_MEMORY
+
+    def continued(self, uid: bytes) -> None:
+        """Another session went on where this one ended, which is away: as good as a return, counted once."""
+        watch = self._watches.get(uid)
+        if watch is not None:
+            (watch.before or watch).came()
 
     def ended(self, uid: bytes) -> None:
         """The session is gone for good; that it stayed away has been counted."""
@@ -460,8 +483,14 @@ class ReturnTimes:
             self.now_s = now_s
         if uid in self._watches:
             self._unwatch(uid)
-        name = (IDLE, *class_of(facts, self._gaps_s.pop(uid, None)))
-        self._watch(_Watch(uid, self.now_s, name, self._classes.of(name)))
+        gap_s = self._gaps_s.pop(uid, None)
+        if facts.is_prefix:
+            name: SessionClass = (PREFIX, *class_of_prefix(facts, gap_s))
+        else:
+            name = (IDLE, *class_of(facts, gap_s))
+        watch = _Watch(uid, self.now_s, name, self._classes.of(name))
+        watch.mean_gap_s = gap_s if facts.is_prefix else None
+        self._watch(watch)
         self._turn_count += 1
         # Often at first and seldom later: early counts change hazards much, and a pass over all classes costs
         # time.

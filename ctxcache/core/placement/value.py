@@ -335,6 +335,10 @@ class ReturnValue(Windowed, ranks_holders=True):
         self._fetched.discard(uid)
         self._due.discard(uid)
 
+    def continued(self, uid: bytes) -> None:
+        """See Policy."""
+        self._returns.continued(uid)
+
     def ended(self, uid: bytes) -> None:
         """See Policy."""
         self._expected.pop(uid, None)

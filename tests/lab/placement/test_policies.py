@@ -15,6 +15,7 @@ from lab.placement.policies import (
     GreedyDualSizeFrequency,
     LeastFrequentlyUsed,
     LeastHitDensity,
+    LeastRecentlyUsedTwice,
     Sieve,
     WindowTinyLfu,
     hit_densities,
@@ -65,6 +66,22 @@ def slow_lfu(names: Iterable[bytes]) -> list[bytes]:
         if name not in uses and len(uses) == CAPACITY:
             left.append(min(uses, key=lambda uid: (len(uses[uid]), uses[uid][-1])))
             del uses[left[-1]]
+        uses.setdefault(name, []).append(now)
+    return left
+
+
+def slow_lru_2(names: Iterable[bytes]) -> list[bytes]:
+    """By the last use but one, of all that ever were; those used once before all others, by their last."""
+    uses: dict[bytes, list[int]] = {}
+    held = set[bytes]()
+    left = []
+    for now, name in enumerate(names):
+        if name not in held and len(held) == CAPACITY:
+            left.append(
+                min(held, key=lambda uid: (uses[uid][-2] if len(uses[uid]) > 1 else -1, uses[uid][-1]))
+            )
+            held.discard(left[-1])
+        held.add(name)
         uses.setdefault(name, []).append(now)
     return left
 
@@ -167,11 +184,12 @@ class SlowTinyLfu:
     ("policy", "slow", "size"),
     [
         (LeastFrequentlyUsed(), slow_lfu, lambda _: 1),
+        (LeastRecentlyUsedTwice(), slow_lru_2, lambda _: 1),
         (GreedyDualSizeFrequency(), slow_gdsf, size_of),
         (Sieve(), slow_sieve, lambda _: 1),
         (WindowTinyLfu(CAPACITY), SlowTinyLfu().play, lambda _: 1),
     ],
-    ids=["lfu", "gdsf", "sieve", "w-tinylfu"],
+    ids=["lfu", "lru-2", "gdsf", "sieve", "w-tinylfu"],
 )
 def test_the_same_leave_as_in_a_slow_version(
     policy: Policy, slow: Callable[[Iterable[bytes]], list[bytes]], size: Callable[[bytes], int]

@@ -1,10 +1,12 @@
 """Studies of a folder of traces: compared figures, printed tables, the results file and the exit code."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from lab.placement.regimes import REGIMES
 from lab.studies import capacity, margin
 from lab.studies.margin import broken
 
@@ -49,14 +51,32 @@ def test_a_folder_is_judged_and_what_is_there_is_not_run_again(
     assert "0.0300 BELOW GDSF" in capsys.readouterr().out
 
 
+def test_a_regime_and_an_earlier_result_are_in_the_table(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nine regimes are judged as traces are, and the page says what was found before."""
+    monkeypatch.setattr(margin, "REGIMES", {"fresh": partial(REGIMES["fresh"], count=300)})
+    before, page = tmp_path / "before.jsonl", tmp_path / "page.md"
+    earlier = {"trace": "fresh", "multiple": 1.0, "policy": "value", "share": 0.1234}
+    before.write_text(json.dumps(earlier) + "\n")
+    options = ("--regimes", "--footprint", "1", "--policies", "lru,belady")
+
+    assert _run(monkeypatch, folder, *options, "--before", before, "--write", page) == 0
+    (row,) = [line for line in page.read_text().splitlines() if line.startswith("| fresh |")]
+    assert row.split(" | ")[2] == "0.1234"
+    value, bound = (float(row.split(" | ")[column]) for column in (3, -2))
+    assert 0 < value <= bound
+
+
 def test_a_folder_without_a_trace_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was held to anything."""
     assert _run(monkeypatch, tmp_path) == 1
 
 
 def test_block_lru_is_never_above() -> None:
-    """Not even by less than 2 points; other baselines may be, by that."""
-    assert list(broken({"value": 0.5, "lru": 0.5, "arc": 0.515})) == []
+    """Not even by less than 2 points; other baselines may be, by that. The bound is no baseline."""
+    assert list(broken({"value": 0.5, "lru": 0.5, "arc": 0.515, "belady": 0.9})) == []
+    assert list(broken({"value": 0.5, "lru": 0.50009})) == []
     assert list(broken({"value": 0.5, "lru": 0.501})) == ["0.0010 below block LRU"]
     assert list(broken({"value": 0.5, "lru": 0.4, "arc": 0.53})) == ["0.0300 below arc"]
 
