@@ -136,8 +136,8 @@ wheel: ## Make the wheel that people install into dist/, and print its path (nee
 	@$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/ctxcache-*.whl
 
-newcomer: setup ## Do in fresh environments what the documents say to install (minutes; needs pip's index)
-	$(BIN)/python -m pytest -q -rs -p no:cacheprovider -p no:randomly tests/newcomer/fresh_environments.py $(ARGS)
+newcomer: setup ## Install in fresh environments as the documents say, then type every page's commands without a network (minutes; needs pip's index)
+	$(BIN)/python -m pytest -q -rs -p no:cacheprovider -p no:randomly tests/newcomer/fresh_environments.py tests/newcomer/pages_in_order.py $(ARGS)
 
 setup: ## Make .venv, with everything (no network once it is made)
 	@$(PYTHON) scripts/setup.py worker

@@ -4,76 +4,19 @@
 engine are left to `make engines`.
 """
 
-import os
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from documents import ROOT, aimed_at, blocks
+from newcomers_home import SAID, TIMEOUT_S, typed
 from server_process import ServerProcess
 
 from ctxcache import __version__
-from tests.nursery import without_settings
 
-TIMEOUT_S = 240
-SAID = f"ctxcache {__version__}\n"
 IN_ENGINES = ("vllm.md", "sglang.md", "lmcache.md")
 """Pages that install the wheel alone into an engine's environment."""
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that git would put into a clone, as they are in this tree, after README's lines ran in it."""
-    place = tmp_path_factory.mktemp("clone")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        source = ROOT / name
-        if source.is_file() and not source.is_symlink():
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, place / name)
-    return place
-
-
-@pytest.fixture(scope="module")
-def home(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home directory in which README's installation was made."""
-    place = tmp_path_factory.mktemp("home")
-    [install] = [block for block in blocks(ROOT / "README.md", "sh") if "pip install" in block]
-    assert _typed(install, clone, place).endswith(SAID)
-    return place
-
-
-def _typed(commands: str, directory: Path, home: Path) -> str:
-    """What the lines print that somebody types in a shell of their own."""
-    environment = without_settings(os.environ) | {"HOME": str(home)}
-    environment = {
-        name: text for name, text in environment.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
-    }
-    # The Python of this test is that of no environment's: the lines find the machine's own.
-    own = str(Path(sys.prefix) / "bin")
-    environment["PATH"] = os.pathsep.join(
-        part for part in os.environ["PATH"].split(os.pathsep) if part != own
-    )
-    typed = subprocess.run(
-        ["bash", "-ec", commands],
-        cwd=directory,
-        env=environment,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert typed.returncode == 0, typed.stdout + typed.stderr
-    return typed.stdout
 
 
 def _install_lines(page: str, extras: str) -> str:
@@ -111,7 +54,7 @@ def test_an_extra_can_be_added_later(clone: Path, home: Path) -> None:
         r"`(pip install 'ctxcache\[\w+\]')`", (ROOT / "README.md").read_text(encoding="utf-8")
     )
 
-    said = _typed(f". ~/ctxcache/bin/activate\n{line}\nctxcache --version", clone, home)
+    said = typed(f". ~/ctxcache/bin/activate\n{line}\nctxcache --version", clone, home)
 
     assert said.endswith(SAID)
 
@@ -121,7 +64,7 @@ def test_the_tutorial_installs_a_command_line(clone: Path, tmp_path: Path) -> No
     [install] = blocks(ROOT / "docs" / "tutorials" / "operator.md", "console")
     commands = re.sub(r"^\$ ", "", install, flags=re.MULTILINE)
 
-    assert _typed(f"{commands}\nctxcache --version", clone, tmp_path).endswith(SAID)
+    assert typed(f"{commands}\nctxcache --version", clone, tmp_path).endswith(SAID)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +77,7 @@ def test_a_page_installs_a_store(page: str, extras: str, clone: Path, home: Path
     lines = _install_lines(page, extras)
     assert lines
 
-    assert _typed(f"{_environment('store')}{lines}\nctxcache --version", clone, tmp_path).endswith(SAID)
+    assert typed(f"{_environment('store')}{lines}\nctxcache --version", clone, tmp_path).endswith(SAID)
 
 
 @pytest.mark.parametrize("page", IN_ENGINES)
@@ -146,6 +89,6 @@ def test_a_page_installs_the_client(page: str, clone: Path, home: Path, tmp_path
         "python -c 'import ctxcache.client; from ctxcache.client import connect; print(ctxcache.__version__)'"
     )
 
-    said = _typed(f"{_environment('engine')}{lines}\n{ask}", clone, tmp_path)
+    said = typed(f"{_environment('engine')}{lines}\n{ask}", clone, tmp_path)
 
     assert said.endswith(f"{__version__}\n")
