@@ -9,6 +9,7 @@ client reads tokens and certificates. Worst case: a file that cannot be used, wh
 
 import dataclasses
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Self, TypeVar, get_type_hints
 import typer
 
 from ctxcache.cli.documents import Output, Plain, as_json, as_yaml
-from ctxcache.settings.knobs.knob import parse_duration_s
+from ctxcache.settings.knobs.knob import parse_seconds
 
 Options = TypeVar("Options")
 DEFAULT_TARGET = "127.0.0.1:7420"
@@ -82,11 +83,13 @@ def seconds(least: float) -> Callable[[str | float], float]:
 
     def time(given: str | float) -> float:
         try:
-            value = given if isinstance(given, float) else parse_duration_s(str(given))
+            value = given if isinstance(given, float) else parse_seconds(str(given))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
+        if not math.isfinite(value):
+            raise typer.BadParameter("is not a finite number")
         if value < least:
-            raise typer.BadParameter(f"{given} is not at least {least:g} s")
+            raise typer.BadParameter(f"{least:g} is the least")
         return value
 
     return time

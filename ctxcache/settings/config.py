@@ -21,7 +21,7 @@ from ctxcache.core.placement.shares import Share, Shares
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.identity import Rule, parse_rules
 from ctxcache.settings.knobs import KNOBS
-from ctxcache.settings.knobs.knob import parse_duration_s, parse_size_bytes
+from ctxcache.settings.knobs.knob import parse_seconds, parse_size_bytes
 from ctxcache.settings.knobs.places import SIZE_LIMIT_BYTES
 from ctxcache.settings.words import plain_words
 from ctxcache.wire.address import Address
@@ -45,15 +45,9 @@ def parse_size(value: object) -> object:
     return parse_size_bytes(value) if isinstance(value, str) else value
 
 
-def parse_seconds(value: object) -> object:
-    """The seconds of a text such as `30d`; a number, and anything else, as it is. Raises ValueError."""
-    if not isinstance(value, str):
-        return value
-    try:
-        # As other numbers are read: `1e3` is one, and `-1` is out of bounds.
-        return float(value)
-    except ValueError:
-        return parse_duration_s(value)
+def parse_time(value: object) -> object:
+    """The seconds of a text such as `30d`; anything else as it is. Raises ValueError."""
+    return parse_seconds(value) if isinstance(value, str) else value
 
 
 def split_paths(value: object) -> object:
@@ -112,7 +106,7 @@ def check_own_address(value: str) -> str:
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=SIZE_LIMIT_BYTES)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds)]
+Seconds = Annotated[float, BeforeValidator(parse_time)]
 TenantShares = Annotated[dict[str, Share], NoDecode, BeforeValidator(parse_tenant_shares)]
 Identities = Annotated[tuple[Rule, ...], NoDecode, BeforeValidator(parse_rules)]
 OwnAddress = Annotated[str, AfterValidator(check_own_address)]

@@ -30,12 +30,14 @@ WIDTH = 80
         (("serve", "--max-concurrent-rpcs", "many"), "max_concurrent_rpcs: is not a whole number"),
         (("serve", "--keepalive-s", "0"), "keepalive_s: 1 is the least"),
         (("serve", "--keepalive-s", "1e9"), "keepalive_s: 3600 is the most"),
-        (("serve", "--default-ttl-s", "soon"), "default_ttl_s: is not a number"),
+        (("serve", "--default-ttl-s", "soon"), "default_ttl_s: 'soon' is not a time such as 90s"),
         (("serve", "--arena-prefault", "maybe"), "arena_prefault: is neither true nor false"),
         (("serve", "--log-level", "x"), "log_level: is not 'debug', 'info', 'warning' or 'error'"),
         (("session", "list", "--limit", "0"), "'--limit': 1 is the least"),
         (("session", "list", "--limit", "x"), "'--limit': is not a whole number"),
         (("session", "list", "--timeout", "-1"), "'--timeout': 0.001 is the least"),
+        (("session", "list", "--timeout", "nan"), "'--timeout': is not a finite number"),
+        (("worker", "serve", "--store-timeout-s", "-1"), "'--store-timeout-s': 0.001 is the least"),
     ],
 )
 def test_a_refused_value_is_refused_in_our_words(words: tuple[str, ...], said: str) -> None:

@@ -84,6 +84,15 @@ def parse_duration_s(text: str) -> float:
     return sum(float(number) * _SECONDS[unit] for number, unit in parts)
 
 
+def parse_seconds(text: str) -> float:
+    """Seconds in a number, or as `parse_duration_s` has it. Raises ValueError."""
+    try:
+        # As other numbers are read: `1e3` is one, and `-1` is out of bounds.
+        return float(text)
+    except ValueError:
+        return parse_duration_s(text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
     """One setting.
