@@ -48,9 +48,11 @@ class Environment:
 
 ENVIRONMENTS = {
     "worker": Environment(
-        ".venv", extras=("server", "worker"), lab_extras=("demo",), groups=("dev",), has_torch=True
+        ".venv", extras=("server", "fleet", "worker"), lab_extras=("demo",), groups=("dev",), has_torch=True
     ),
-    "store": Environment(".venv-store", extras=("server",), lab_extras=(), groups=("test",), has_torch=False),
+    "store": Environment(
+        ".venv-store", extras=("server", "fleet"), lab_extras=(), groups=("test",), has_torch=False
+    ),
     "docs": Environment(
         ".venv-docs", extras=(), lab_extras=(), groups=("docs",), has_torch=False, has_project=False
     ),

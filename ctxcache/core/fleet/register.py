@@ -34,8 +34,11 @@ class Register(Protocol):
     async def replace(self, path: str, body: bytes, tag: str) -> str:
         """Put other bytes in the place of those that have this tag, and return theirs. Raises Refused."""
 
-    def paths(self, beginning: str) -> AsyncIterator[str]:
-        """The paths that begin so, in no order."""
+    async def remove(self, path: str) -> None:
+        """Remove an object that nobody else changes, if it is there."""
+
+    def paths(self, folder: str) -> AsyncIterator[str]:
+        """The paths below a folder, `a/b/`, in no order."""
 
 
 TRIES = 3

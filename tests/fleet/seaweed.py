@@ -1,0 +1,110 @@
+"""SeaweedFS, a real object store that honours conditions, in a directory of its own and on free ports."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+START_TIMEOUT_S = 60
+KEY, SECRET, BUCKET = "key", "secret", "fleet"
+VARIABLES = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
+
+
+def program() -> str | None:
+    """The path of `weed`; None where it is not installed."""
+    beside = Path(sys.executable).with_name("weed")
+    return str(beside) if beside.exists() else shutil.which("weed")
+
+
+class Seaweed:
+    """A running one. A context manager; `kill` and `start` again keep its data and its ports."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._data, config = directory / "weed", directory / "s3.json"
+        self._data.mkdir()
+        actions = ["Admin", "Read", "Write", "List"]
+        one = {"name": "a", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": actions}
+        config.write_text(json.dumps({"identities": [one]}))
+        ports = _free_ports(6)
+        self.port = ports[0]
+        self._command = [
+            *(str(program()), "server", f"-dir={self._data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3"),
+            *(f"-s3.port={ports[0]}", f"-s3.config={config}", f"-master.port={ports[1]}"),
+            *(f"-s3.port.iceberg={ports[4]}", f"-s3.port.lance={ports[5]}"),
+            *(f"-volume.port={ports[2]}", f"-filer.port={ports[3]}", "-volume.max=8"),
+            *("-master.volumeSizeLimitMB=64", "-master.volumePreallocate=false"),
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """Its S3 endpoint. Whoever asks needs VARIABLES."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Start it, and wait until objects can be put."""
+        with (self._directory / "weed.log").open("a") as log:
+            environment = os.environ | {"HOME": str(self._directory)}
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        # Volumes and the bucket come with the first object that is put.
+        while not _is_writing(self.endpoint):
+            assert self._process.poll() is None, "it ended"
+            assert time.monotonic() < deadline, "it does not listen"
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _is_writing(endpoint: str) -> bool:
+    store = S3Store(
+        BUCKET,
+        endpoint=endpoint,
+        access_key_id=KEY,
+        secret_access_key=SECRET,
+        region="us-east-1",
+        client_options={"allow_http": True, "timeout": "5s"},
+        retry_config={"max_retries": 0},
+    )
+    try:
+        obstore.put(store, "first", b"x")
+    except BaseError:
+        return False
+    return True
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of which each has its gRPC port, 10,000 above, free as well."""
+    found: list[int] = []
+    while len(found) < count:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            if port + 10_000 > 65_535:
+                continue
+            with contextlib.suppress(OSError):
+                other.bind(("127.0.0.1", port + 10_000))
+                found.append(port)
+    return found
