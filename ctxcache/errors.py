@@ -126,6 +126,14 @@ class SessionNotFound(CacheError):
     template = "{session} does not exist"
 
 
+class FleetNotFound(CacheError):
+    """The store is alone: it was started without `fleet_bucket`."""
+
+    reason = "FLEET_NOT_FOUND"
+    status = "NOT_FOUND"
+    template = "this store is alone: it was started without fleet_bucket"
+
+
 class ModelNotFound(CacheError):
     """No such model for this tenant."""
 
@@ -223,6 +231,14 @@ class SessionInUse(CacheError):
     reason = "SESSION_IN_USE"
     status = "ABORTED"
     template = "{session} is read, or somebody waits for it"
+
+
+class SessionMoved(CacheError):
+    """Another host of the fleet continues the session, and is writing it: compute, and save nothing here."""
+
+    reason = "SESSION_MOVED"
+    status = "ABORTED"
+    template = "{session} goes on at another host of the fleet"
 
 
 class ModelInUse(CacheError):

@@ -80,6 +80,18 @@ STORE_SERIES = {
         ON,
         quiet=(series("ctxcache_metadata_fenced", f"0{X60}"),),
     ),
+    "CtxcacheFleetBucketSilent": Fires(
+        (series("ctxcache_fleet_sure", f"0{X60}"),),
+        3,
+        ON,
+        quiet=(series("ctxcache_fleet_sure", "1 1 0 1 1 0 1 1 0 1 1"),),
+    ),
+    "CtxcacheFleetOwnersLost": Fires(
+        (series("ctxcache_fleet_owners_lost_total", "0 0 1 1 1 1 1"),),
+        3,
+        ON,
+        quiet=(series("ctxcache_fleet_owners_lost_total", f"7{X60}"),),
+    ),
     "CtxcacheMetadataAils": Fires(
         (
             series("ctxcache_rocksdb_background_errors", f"1{X60}"),

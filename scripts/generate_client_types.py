@@ -54,6 +54,8 @@ TYPES = {
     "HeldLease": "HeldLease",
     "DrainStatus": "DrainStatus",
     "EngineUse": "EngineUse",
+    "FleetNode": "FleetNode",
+    "Fleet": "FleetView",
     "MethodActivity": "MethodActivity",
     "SessionActivity": "SessionActivity",
     "TenantActivity": "TenantActivity",

@@ -19,7 +19,7 @@ from ctxcache.cache.state import LOOKUP, STEP_BY_STEP, Call, Fact, Pace, State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.residence import Count
-from ctxcache.core.ledger.session import Expiration, Session, SessionView
+from ctxcache.core.ledger.session import GUESTS, Expiration, Session, SessionView
 from ctxcache.core.prefix.keys import TOKEN_BYTES
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import (
@@ -110,11 +110,13 @@ class Sessions:
         salt: bytes = b"",
         copies: int = 0,
         labels: Labels = (),
+        uid: bytes = b"",
     ) -> SessionView:
         """Create an empty session; an empty id means one of our choice, 0 copies the store's setting.
 
-        `salt`: the keys of its tokens are made with it. Raises ModelNotFound, SessionAlreadyExists,
-        InvalidArgument (a stream the model does not have, or more copies than there are SSD paths).
+        `salt`: the keys of its tokens are made with it. `uid`: empty for a new one. Raises ModelNotFound,
+        SessionAlreadyExists, InvalidArgument (a stream the model does not have, or more copies than there are
+        SSD paths).
         """
         self._check_copies(copies)
         # The metadata is asked first: else the session would be made, and its record refused.
@@ -131,6 +133,7 @@ class Sessions:
             model.fingerprint,
             made,
             expiration or self.default_expiration,
+            uid=uid,
         )
         session.is_pinned, session.salt, session.labels = is_pinned, salt, labels
         session.copies = copies or self._state.copies
@@ -161,6 +164,9 @@ class Sessions:
             begin = bisect_right(names, after)
             some = names[begin : begin + NAMES_PER_TURN]
             for name in some:
+                # Guests come behind all sessions that have names, and are listed to nobody.
+                if name.startswith(GUESTS):
+                    return
                 session = self._ledger.glance(tenant, name)
                 if session is None or session.expire_time_ns <= now_ns:
                     # The session has expired, and is not removed yet.
@@ -557,6 +563,33 @@ class Sessions:
                 )
             await asyncio.sleep(0)
 
+    # -- a fleet of hosts ----------------------------------------------------------------------------
+
+    def retire(self, session: Session, until_ns: int) -> None:
+        """Take its name from a session that goes on at another host; it ends at `until_ns` at the latest.
+
+        Its record follows with `renamed`.
+        """
+        self._state.journal.happened(session, Event.MOVED, detail="another host took it over")
+        self._ledger.renamed(session, GUESTS + session.uid.hex())
+        session.expiration = Expiration(None, min(session.expire_time_ns, until_ns))
+        if session.is_pinned:
+            self._ledger.pinned(session, is_pinned=False)
+        self._ledger.touched(session, self._state.clock.now_ns())
+
+    def restore(self, guest: Session, session_id: str, expiration: Expiration, *, is_pinned: bool) -> None:
+        """Give a guest its name again, and what it had before."""
+        self._ledger.renamed(guest, session_id)
+        guest.expiration = expiration
+        if is_pinned:
+            self._ledger.pinned(guest, is_pinned=True)
+        self._ledger.touched(guest, self._state.clock.now_ns())
+
+    async def renamed(self, session: Session) -> None:
+        """Write down that a session has another name. Raises TierFailure."""
+        if not session.is_gone:
+            await self._departures.write_down([session])
+
     def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Lookup:
         """The part of a session that could be restored, without side effects. Never raises."""
         # Engines ask for hundreds of names: no exception leaves this call.
@@ -640,12 +673,13 @@ class Sessions:
         layout: SegmentLayout,
         expiration: Expiration,
         live: Ranges = (),
+        uid: bytes = b"",
     ) -> Session:
-        uid, now_ns = uuid.uuid4(), self._state.clock.now_ns()
+        uid, now_ns = uid or uuid.uuid4().bytes, self._state.clock.now_ns()
         return Session(
-            uid=uid.bytes,
+            uid=uid,
             tenant=tenant,
-            session_id=session_id or uid.hex,
+            session_id=session_id or uid.hex(),
             model_id=model_id,
             model_fingerprint=fingerprint,
             layout=layout,

@@ -374,6 +374,8 @@ RESULTS = (
     Event.FINGERPRINT_MISMATCH.value,
     *(event.value for event in _BY_STATUS.values()),
     Event.DEVICE_LOST.value,
+    Event.MOVED.value,
+    Event.OWNER_LOST.value,
     REFUSED,
 )
 """Every result there is."""
@@ -384,6 +386,7 @@ _CALLS = {
     Event.TRUNCATED: Call.TRUNCATE,
     Event.CORRUPT: Call.CUT,
     Event.DEVICE_LOST: Call.CUT,
+    Event.MOVED: Call.DELETE,
 }
 """Events that take tokens from a session."""
 _ASKED = {LOOKUP: Call.LOOKUP, READ: Call.READ}

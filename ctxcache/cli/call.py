@@ -50,6 +50,7 @@ from rich.text import Text
 from ctxcache.cli import tables
 from ctxcache.cli.documents import Plain, as_json, as_yaml
 from ctxcache.client.types import (
+    FleetView,
     HeldLease,
     InjectedFault,
     MissReport,
@@ -78,6 +79,7 @@ _VIEWS: Mapping[type, Callable[..., RenderableType]] = {
     TenantStats: lambda use: tables.tenants_table([use]),
     TierStats: lambda tier: tables.paths_table([tier]),
     HeldLease: tables.lease_grid,
+    FleetView: tables.fleet_view,
     InjectedFault: lambda fault: tables.faults_table([fault]),
 }
 _LISTS: Mapping[str, Callable[..., RenderableType]] = {

@@ -81,6 +81,7 @@ ADVICE: dict[type[CacheError], str] = {
     errors.DeadlineExceeded: "--timeout allows more",
     errors.GenerationMismatch: "look at it again before you change it",
     errors.WriteInProgress: "try again when its writer has finished",
+    errors.SessionMoved: "ask the store at which it goes on: `ctxcache fleet status` names them",
     errors.SessionInUse: "try again when its reader has finished",
     errors.ModelInUse: "`ctxcache session delete`, or `ctxcache model forget` for one version of its weights",
     errors.CorruptMetadata: "`ctxcache rebuild` makes it anew from what is whole, --dry-run says what that "

@@ -20,6 +20,8 @@ from ctxcache.cli.units import counted, human_duration, human_size, human_time
 from ctxcache.client.types import (
     DrainStatus,
     EngineUse,
+    FleetNode,
+    FleetView,
     HeldLease,
     HintResult,
     InjectedFault,
@@ -262,6 +264,35 @@ def engines_table(engines: Sequence[EngineUse]) -> RenderableType:
             engine.engine, engine.tenant, str(engine.waiting_count), str(engine.session_count), connected
         )
     return rows
+
+
+def fleet_view(fleet: FleetView) -> RenderableType:
+    """A fleet as one of its stores sees it."""
+    heard = "heard" if fleet.is_sure else f"not heard: {fleet.problem}"
+    owned, private = fleet.owned_session_count, fleet.private_session_count
+    came, moved = counted(fleet.arrived_session_count, "session"), counted(fleet.arrived_token_count, "token")
+    reads, changes = fleet.head_read_count, fleet.head_change_count
+    unsure = f"{fleet.unsure_session_count} to be confirmed"
+    facts = grid(
+        ("bucket", f"{fleet.bucket}, {heard}"),
+        ("sessions", f"{owned} owned, {private} not announced yet, {unsure}"),
+        ("guests", f"{fleet.guest_count} copies of sessions that went on elsewhere"),
+        ("came here", f"{came}, {moved}, {human_size(fleet.arrived_bytes)}"),
+        ("went on elsewhere", f"{fleet.yielded_session_count}, and {fleet.superseded_session_count} unasked"),
+        ("owner silent", f"{counted(fleet.owner_lost_count, 'session')} begun anew"),
+        ("heads", f"{reads} read, {changes} changed, {fleet.no_answer_count} without an answer"),
+    )
+    rows = table("NODE", "ADDRESS", "STATE", ">TAKEN FROM IT", "PROBLEM")
+    for node in fleet.nodes:
+        taken = str(node.taken_session_count)
+        rows.add_row(node.node[:FINGERPRINT_DIGITS], node.address, _node_state(node), taken, node.problem)
+    return Group(facts, "", rows)
+
+
+def _node_state(node: FleetNode) -> str:
+    if node.is_self:
+        return "this store"
+    return "answers" if node.is_answering else "silent"
 
 
 def hints_table(results: Sequence[HintResult]) -> RenderableType:

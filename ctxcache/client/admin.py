@@ -11,6 +11,7 @@ from ctxcache.client.messages import (
     read_backup_part,
     read_drain_status,
     read_engine_use,
+    read_fleet_view,
     read_held_lease,
     read_injected_fault,
     read_miss_report,
@@ -28,6 +29,7 @@ from ctxcache.client.types import (
     BackupPart,
     DrainStatus,
     EngineUse,
+    FleetView,
     HeldLease,
     InjectedFault,
     InjectedFaultKind,
@@ -73,6 +75,10 @@ class AdminCalls:
         """
         request = admin_pb2.WhyMissRequest(name=name, tenant=tenant, trace_id=trace_id)
         return read_miss_report(self._wire.call(self._wire.admin.WhyMiss, request))
+
+    def fleet(self) -> FleetView:
+        """Return what the server says of its fleet. Raises FleetNotFound, Unavailable (the bucket)."""
+        return read_fleet_view(self._wire.call(self._wire.admin.GetFleet, operations_pb2.GetFleetRequest()))
 
     def settings(self) -> list[SettingValue]:
         """Every setting that the server runs with."""

@@ -137,6 +137,10 @@ class MissEvent(OpenEnum):
     """Bytes of it in memory were not what was written; those that SSD has took their place, and no token was
     lost.
     """
+    MOVED = 12
+    """Another host of the fleet took it over. It is not there after that."""
+    OWNER_LOST = 13
+    """Another host of the fleet had it, and did not answer. The detail names the host."""
 
 
 class InjectedFaultKind(OpenEnum):
@@ -828,6 +832,68 @@ class EngineUse:
     """Sessions that they name."""
     is_connected: bool = False
     """Whether a stream has the queue now; else it is forgotten after a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetNode:
+    """A store of a fleet, by what it has said of itself."""
+
+    node: str = ""
+    """Id of its data directory."""
+    address: str = ""
+    """Where other stores reach it."""
+    beat: int = 0
+    """How often it has said so since its data directory was made."""
+    is_self: bool = False
+    """Whether it is the store that was asked."""
+    taken_session_count: int = 0
+    """Sessions that others took over while it did not answer, and of which it has not heard yet."""
+    is_answering: bool = False
+    """Whether it answers now."""
+    problem: str = ""
+    """Why it does not answer, or why its record cannot be read. Empty for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """A fleet of stores, as one of them sees it."""
+
+    node: str = ""
+    """This store, by the id of its data directory."""
+    bucket: str = ""
+    """Bucket in which its stores agree."""
+    is_sure: bool = False
+    """Whether the bucket was heard lately. Else heads are read before sessions are used."""
+    problem: str = ""
+    """Why the bucket was not heard at the last beat. Empty where it was."""
+    private_session_count: int = 0
+    """Sessions with names that are continued here and have no head yet."""
+    owned_session_count: int = 0
+    """Sessions that this store owns."""
+    unsure_session_count: int = 0
+    """Sessions whose heads are read before they are used."""
+    guest_count: int = 0
+    """Copies of sessions that went on elsewhere."""
+    arrived_session_count: int = 0
+    """Sessions that came here since the start."""
+    arrived_token_count: int = 0
+    """Tokens that came here since the start."""
+    arrived_bytes: int = 0
+    """Bytes of rows that came here since the start."""
+    yielded_session_count: int = 0
+    """Sessions that others took over since the start, and asked for."""
+    superseded_session_count: int = 0
+    """Sessions that went on elsewhere since the start though nobody had asked for them."""
+    owner_lost_count: int = 0
+    """Sessions begun anew since the start because their owner did not answer."""
+    head_read_count: int = 0
+    """Reads of heads since the start."""
+    head_change_count: int = 0
+    """Changes of heads since the start."""
+    no_answer_count: int = 0
+    """Questions to the bucket without an answer in time, since the start."""
+    nodes: tuple[FleetNode, ...] = ()
+    """The stores of the fleet, by node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -791,6 +791,76 @@ def write_engine_use(plain: types.EngineUse) -> operations_pb2.EngineUse:
     )
 
 
+def read_fleet_node(message: operations_pb2.FleetNode) -> types.FleetNode:
+    return types.FleetNode(
+        node=message.node,
+        address=message.address,
+        beat=message.beat,
+        is_self=message.is_self,
+        taken_session_count=message.taken_session_count,
+        is_answering=message.is_answering,
+        problem=message.problem,
+    )
+
+
+def write_fleet_node(plain: types.FleetNode) -> operations_pb2.FleetNode:
+    return operations_pb2.FleetNode(
+        node=plain.node,
+        address=plain.address,
+        beat=plain.beat,
+        is_self=plain.is_self,
+        taken_session_count=plain.taken_session_count,
+        is_answering=plain.is_answering,
+        problem=plain.problem,
+    )
+
+
+def read_fleet_view(message: operations_pb2.Fleet) -> types.FleetView:
+    return types.FleetView(
+        node=message.node,
+        bucket=message.bucket,
+        is_sure=message.is_sure,
+        problem=message.problem,
+        private_session_count=message.private_session_count,
+        owned_session_count=message.owned_session_count,
+        unsure_session_count=message.unsure_session_count,
+        guest_count=message.guest_count,
+        arrived_session_count=message.arrived_session_count,
+        arrived_token_count=message.arrived_token_count,
+        arrived_bytes=message.arrived_bytes,
+        yielded_session_count=message.yielded_session_count,
+        superseded_session_count=message.superseded_session_count,
+        owner_lost_count=message.owner_lost_count,
+        head_read_count=message.head_read_count,
+        head_change_count=message.head_change_count,
+        no_answer_count=message.no_answer_count,
+        nodes=tuple([read_fleet_node(part) for part in message.nodes]),
+    )
+
+
+def write_fleet_view(plain: types.FleetView) -> operations_pb2.Fleet:
+    return operations_pb2.Fleet(
+        node=plain.node,
+        bucket=plain.bucket,
+        is_sure=plain.is_sure,
+        problem=plain.problem,
+        private_session_count=plain.private_session_count,
+        owned_session_count=plain.owned_session_count,
+        unsure_session_count=plain.unsure_session_count,
+        guest_count=plain.guest_count,
+        arrived_session_count=plain.arrived_session_count,
+        arrived_token_count=plain.arrived_token_count,
+        arrived_bytes=plain.arrived_bytes,
+        yielded_session_count=plain.yielded_session_count,
+        superseded_session_count=plain.superseded_session_count,
+        owner_lost_count=plain.owner_lost_count,
+        head_read_count=plain.head_read_count,
+        head_change_count=plain.head_change_count,
+        no_answer_count=plain.no_answer_count,
+        nodes=[write_fleet_node(part) for part in plain.nodes],
+    )
+
+
 def read_method_activity(message: operations_pb2.MethodActivity) -> types.MethodActivity:
     return types.MethodActivity(
         method=message.method,
@@ -1109,6 +1179,8 @@ WRITERS: dict[type, Callable[[Any], Message]] = {
     types.HeldLease: write_held_lease,
     types.DrainStatus: write_drain_status,
     types.EngineUse: write_engine_use,
+    types.FleetNode: write_fleet_node,
+    types.FleetView: write_fleet_view,
     types.MethodActivity: write_method_activity,
     types.SessionActivity: write_session_activity,
     types.TenantActivity: write_tenant_activity,

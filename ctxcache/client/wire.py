@@ -27,6 +27,7 @@ from ctxcache.v1 import (
     bulk_pb2_grpc,
     hints_pb2_grpc,
     model_pb2_grpc,
+    peer_pb2_grpc,
     prefix_pb2_grpc,
     session_pb2_grpc,
 )
@@ -206,6 +207,7 @@ class Wire:
         self.bulk = bulk_pb2_grpc.BulkServiceStub(self._channel)
         self.hints = hints_pb2_grpc.HintServiceStub(self._channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self.peers = peer_pb2_grpc.PeerServiceStub(self._channel)
         # The two calls that move rows have their own coders: the generated stubs would parse and copy every
         # chunk.
         self.read_session: grpc.UnaryStreamMultiCallable[ReadSessionRequest, ReadMessage] = (

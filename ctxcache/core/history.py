@@ -33,9 +33,11 @@ class Event(enum.Enum):
     DEVICE = "device"
     DEVICE_LOST = "device_lost"
     MENDED = "mended"
+    MOVED = "moved"
+    OWNER_LOST = "owner_lost"
 
 
-ENDS = frozenset((Event.EVICTED, Event.EXPIRED, Event.DELETED))
+ENDS = frozenset((Event.EVICTED, Event.EXPIRED, Event.DELETED, Event.MOVED, Event.OWNER_LOST))
 """After these the session is not there."""
 
 

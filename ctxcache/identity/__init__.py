@@ -30,10 +30,15 @@ _ANYTHING = {"spiffe://": r"([^/*]+)", "dns:": r"([^.*]+)", "cn:": r"([^*]+)", "
 
 
 class Role(enum.StrEnum):
-    """The rights of a caller: everything within its tenant, or what concerns the whole server too."""
+    """The rights of a caller.
+
+    A user's are all within its tenant, an operator's also what concerns the whole server. A peer is another
+    store of the fleet: it may ask what stores ask each other, of any tenant, and nothing else.
+    """
 
     USER = "user"
     OPERATOR = "operator"
+    PEER = "peer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,6 +225,33 @@ STORE_ALERTS = (
         ),
     ),
     Alert(
+        "CtxcacheFleetBucketSilent",
+        WARNING,
+        "The fleet's bucket does not answer",
+        "ctxcache_fleet_sure == 0",
+        0,
+        "",
+        2,
+        means=(
+            "This store has not heard the bucket for three beats. Sessions that are here are served; what "
+            "another store has is computed, and nothing new can be found elsewhere."
+        ),
+        look="`ctxcache fleet status`, `ctxcache doctor bucket`; credentials, and the way to the bucket.",
+        do="Bring the bucket back. What was created meanwhile is announced then, and nothing is lost.",
+    ),
+    Alert(
+        "CtxcacheFleetOwnersLost",
+        WARNING,
+        "Sessions are begun anew: their store does not answer",
+        grown("fleet_owners_lost", 60),
+        0,
+        "sessions in an hour",
+        0,
+        means="Turns landed here whose sessions are at a store that is down, or that this one cannot reach.",
+        look="`ctxcache fleet status`: which store is silent; `ctxcache why-miss` of a session.",
+        do="Bring the store back, or the way to it. Its sessions are computed once, and go on here.",
+    ),
+    Alert(
         "CtxcacheMetadataAils",
         WARNING,
         "RocksDB does not keep up, or has errors",

@@ -22,6 +22,8 @@ from prometheus_client.registry import Collector
 from ctxcache.cache import Cache
 from ctxcache.cache.state import LOOKUP, READ, RESULTS
 from ctxcache.core.extents import SlotAllocator
+from ctxcache.core.fleet.claims import FleetFacts
+from ctxcache.core.fleet.tenure import Tenure
 from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.core.savings import Savings
 from ctxcache.observe.families import families
@@ -263,6 +265,8 @@ class Sources:
     shows_names: Callable[[], bool]
     """Whether sessions and engines may be named to whoever reaches the endpoint."""
     savings: Savings
+    fleet: Callable[[], FleetFacts] | None = None
+    """None for a store that is alone."""
     scrape_s: Histogram = field(default_factory=lambda: Histogram(QUICK_S))
 
     @property
@@ -313,6 +317,8 @@ def read(sources: Sources) -> Iterator[Sample]:
     yield from _saved(sources.savings, sources.cache.state.counters.read_token_count)
     yield from _server(sources)
     yield from _calls(sources)
+    if sources.fleet is not None:
+        yield from _fleet(sources.fleet())
 
 
 class _Made(Collector):
@@ -355,6 +361,22 @@ def _calls(sources: Sources) -> Iterator[Sample]:
     yield Sample("ctxcache_connection_limit", connections.limit)
     yield Sample("ctxcache_ended_connections_total", connections.ended_count)
     yield Sample("ctxcache_bulk_connections", sources.bulk_connection_count())
+
+
+def _fleet(facts: FleetFacts) -> Iterator[Sample]:
+    counts = facts.counts
+    yield Sample("ctxcache_fleet_sure", facts.is_sure)
+    for tenure in Tenure:
+        yield Sample("ctxcache_fleet_sessions", facts.tenures[tenure], (tenure.name.lower(),))
+    yield Sample("ctxcache_fleet_arrived_sessions_total", counts.arrived)
+    yield Sample("ctxcache_fleet_arrived_tokens_total", counts.arrived_tokens)
+    yield Sample("ctxcache_fleet_arrived_bytes_total", counts.arrived_bytes)
+    yield Sample("ctxcache_fleet_yielded_sessions_total", counts.yielded)
+    yield Sample("ctxcache_fleet_superseded_sessions_total", counts.superseded)
+    yield Sample("ctxcache_fleet_owners_lost_total", counts.taken_from_silent)
+    yield Sample("ctxcache_fleet_head_reads_total", counts.head_reads)
+    yield Sample("ctxcache_fleet_head_changes_total", counts.head_changes)
+    yield Sample("ctxcache_fleet_no_answers_total", counts.no_answers)
 
 
 def _slow(sources: Sources) -> Iterator[Sample]:

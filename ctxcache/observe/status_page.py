@@ -194,6 +194,8 @@ MISSES = {
     "timeout": "took longer than the caller waits",
     "device": "the device failed",
     "device_lost": "lies on a lost SSD path",
+    "moved": "went on at another host",
+    "owner_lost": "its host does not answer",
     "refused": "the caller's mistake",
 }
 """Why an access missed, by its result."""

@@ -730,7 +730,80 @@ TENANTS = Group(
 )
 
 
-TABLE = (WELL, HITS, PREFIXES, STAY, TIERS, MOVES, CALLS, LEASES, HINTS, TENANTS, METADATA, PROCESS)
+FLEET = Group(
+    "Fleet",
+    (
+        gauge(
+            "fleet_sure",
+            "0 or 1",
+            "Whether the bucket was heard lately; a store that is alone has none of these.",
+            "0: heads are asked for before sessions are used, and nothing new is taken over.",
+        ),
+        gauge(
+            "fleet_sessions",
+            "sessions",
+            "Sessions used since the start, by tenure: `owned`, `private` (no head yet), `unsure`, `guest` "
+            "(of one that went on elsewhere).",
+            "Many `private` for minutes: the bucket takes no changes. Many `guest`: sessions move often.",
+            "tenure",
+        ),
+        counter(
+            "fleet_arrived_sessions",
+            "sessions",
+            "Sessions that came from another store.",
+            "For each turn that a router sends elsewhere one: fewer with session affinity.",
+        ),
+        counter(
+            "fleet_arrived_tokens",
+            "tokens",
+            "Tokens that came with them, and were not computed.",
+            "For scale only.",
+        ),
+        counter(
+            "fleet_arrived_bytes",
+            "bytes",
+            "Bytes of rows that came with them.",
+            "Near the network's rate: sessions move more than it carries.",
+        ),
+        counter(
+            "fleet_yielded_sessions",
+            "sessions",
+            "Sessions that another store asked for and has.",
+            "For scale only.",
+        ),
+        counter(
+            "fleet_superseded_sessions",
+            "sessions",
+            "Sessions that went on elsewhere though this store was not asked.",
+            "It grows: others do not reach this store. What it stored last is computed again there.",
+        ),
+        counter(
+            "fleet_owners_lost",
+            "sessions",
+            "Sessions that were begun anew because their store did not answer.",
+            "It grows: a store is down, or cut off from this one. `ctxcache fleet status` names it.",
+        ),
+        counter(
+            "fleet_head_reads",
+            "reads",
+            "Reads of heads in the bucket: one for each session that is new here, or not sure.",
+            "Above two a session: sessions move between stores with every turn.",
+        ),
+        counter(
+            "fleet_head_changes",
+            "changes",
+            "Changes of heads in the bucket: one for each new session and each move.",
+            "For scale and cost only.",
+        ),
+        counter(
+            "fleet_no_answers",
+            "questions",
+            "Questions to the bucket that were not answered in time.",
+            "It grows: the bucket is slow or gone. `fleet_patience_s` bounds what a user waits.",
+        ),
+    ),
+)
+TABLE = (WELL, HITS, PREFIXES, STAY, TIERS, MOVES, CALLS, LEASES, HINTS, TENANTS, METADATA, FLEET, PROCESS)
 METRICS = {metric.name: metric for group in TABLE for metric in group.metrics}
 """By name, in the order of the table."""
 OWN = tuple(metric for metric in METRICS.values() if not metric.name.startswith("process_"))

@@ -36,7 +36,7 @@ async def serve(
 ) -> None:
     """Run until SIGTERM or SIGINT; at SIGHUP take over what `read_again` finds.
 
-    Raises as `Server.start` and `Server.stop` do.
+    Raises as `Server.start`, `Server.until` and `Server.stop` do.
 
     A SIGHUP that comes before it is ready is obeyed when it is. `on_early_end` ends the process: it is called
     when the signal comes while data are opened, loaded or made anew. No client was answered by then, and a
@@ -76,7 +76,7 @@ async def serve(
         server.reload_or_log()
     try:
         on_ready(server)
-        await ended.wait()
+        await server.until(ended)
     finally:
         # A thread, not a timer of the loop: what hangs may be the loop.
         limit = threading.Timer(settings.drain_timeout_s + settings.flush_timeout_s, on_overdue, (server,))

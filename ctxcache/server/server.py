@@ -31,8 +31,12 @@ from ctxcache.errors import (
     AddressUnusable,
     CacheError,
     CorruptMetadata,
+    DataDirectoryUnusable,
     InvalidConfiguration,
 )
+from ctxcache.fleet import Fleet
+from ctxcache.fleet.opening import credentials_of, own_address, register_of, secret_of
+from ctxcache.fleet.peers import PeerService
 from ctxcache.observe.bearer import Bearer
 from ctxcache.observe.endpoint import Endpoint
 from ctxcache.observe.exposition import LoopLag, Sources, read
@@ -69,6 +73,7 @@ from ctxcache.service.models import ModelService
 from ctxcache.service.prefixes import PrefixService
 from ctxcache.service.sessions import DECODERS, SessionService
 from ctxcache.service.tls import load_tls
+from ctxcache.service.whereabouts import ALONE, Whereabouts
 from ctxcache.settings.config import Settings, differing, limits_of, queue_limits_of, watermarks_of
 from ctxcache.storage.opening import Storage, open_storage, ssd_directories_of
 from ctxcache.storage.rebuild import rebuild
@@ -85,6 +90,7 @@ from ctxcache.v1 import (
     hints_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
+    peer_pb2_grpc,
     prefix_pb2,
     prefix_pb2_grpc,
     session_pb2,
@@ -149,6 +155,8 @@ class Server:
             Admission("engines' streams", 2 * settings.max_engines, is_divided=is_divided),
             Admission("operators' calls", OPERATORS_LIMIT),
         )
+        self.fleet = _fleet(settings, cache, storage, self.admissions.streams)
+        self.whereabouts: Whereabouts = self.fleet or ALONE
         self._tls = load_tls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         self._metrics_tls = load_tls(
             settings.metrics_tls_certificate, settings.metrics_tls_key, None, prefix="metrics_"
@@ -159,6 +167,7 @@ class Server:
             identification,
             connection_limit=settings.max_bulk_connections,
             tls=self._tls,
+            whereabouts=self.whereabouts,
         )
         # Each health check asks for the problem: metadata that takes no changes says why.
         self._health = Health(SERVICES, lambda: storage.metadata.problem)
@@ -202,6 +211,7 @@ class Server:
             self.admissions.local_clients,
             self.local_turns,
             identification,
+            self.whereabouts,
         )
 
     @property
@@ -316,6 +326,19 @@ class Server:
         except InvalidConfiguration as error:
             log.error("settings_refused error=%s", error)  # noqa: TRY400  the sentence says all
 
+    async def until(self, ended: asyncio.Event) -> None:
+        """Wait until then. Raises DataDirectoryUnusable when another process has this store's place."""
+        if self.fleet is None:
+            await ended.wait()
+            return
+        waits = [asyncio.ensure_future(event.wait()) for event in (ended, self.fleet.superseded)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if self.fleet.superseded.is_set():
+            problem = "another process serves a copy of it in the same fleet: each store needs its own"
+            raise DataDirectoryUnusable(path=str(self.storage.directory.path), problem=problem)
+
     async def stop(self) -> None:
         """Finish what runs, flush, close. Raises the first failure to flush, with everything closed."""
         with self._files:
@@ -333,6 +356,8 @@ class Server:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+            if self.fleet is not None:
+                await self.fleet.close()
             # Dirty state has no writer any more, so that this flush writes all there is.
             try:
                 await self.cache.close()
@@ -350,12 +375,17 @@ class Server:
         try:
             await self._open_doors()
             self._add_services()
+            # Behind the addresses, which others are told, and before anybody asks for a session.
+            if self.fleet is not None:
+                await self.fleet.open(own_address(self.settings, self.addresses[0]))
             # From here on the server may acknowledge changes that a crash would take back.
             self.storage.directory.begin_run()
         except CacheError:
             await self.metrics.stop()
             self.bulk.close()
             await self.control.stop(0)
+            if self.fleet is not None:
+                await self.fleet.close()
             # Some addresses may be bound by now.
             await self._ports.give_up()
             raise
@@ -376,6 +406,8 @@ class Server:
         ]
         if isinstance(clock := self.cache.state.clock, StoreClock):
             watches.append(clock.run)
+        if self.fleet is not None:
+            watches.append(self.fleet.run)
         self._watches = [loop.create_task(kept_up(watch)) for watch in watches]
         # The pages are touched in the background: a large arena takes long.
         if self.settings.arena_prefault:
@@ -427,6 +459,7 @@ class Server:
             settings=lambda: differing(self.settings),
             shows_names=self._shows_names,
             savings=self._savings,
+            fleet=self.fleet.facts if self.fleet is not None else None,
         )
 
     def _shows_names(self) -> bool:
@@ -449,24 +482,37 @@ class Server:
         )
         served = cast("grpc.aio.Server", self._edge)
         session_pb2_grpc.add_SessionServiceServicer_to_server(
-            SessionService(self.cache, self.local_turns), served
+            SessionService(self.cache, self.local_turns, self.whereabouts), served
         )
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.cache, self.local_turns), served)
         local_clients = self.admissions.local_clients
         arena_service = ArenaService(
-            self.cache, self._arena, local_clients, self.local_turns, is_sealed=self.settings.arena_sealed
+            self.cache,
+            self._arena,
+            local_clients,
+            self.local_turns,
+            is_sealed=self.settings.arena_sealed,
+            whereabouts=self.whereabouts,
         )
         arena_pb2_grpc.add_ArenaServiceServicer_to_server(arena_service, served)
         bulk_service = BulkService(self.bulk, self.cache.state.clock)
         bulk_pb2_grpc.add_BulkServiceServicer_to_server(bulk_service, served)
         hint_service = HintService(self.cache, self.admissions.engines, self.local_turns)
         hints_pb2_grpc.add_HintServiceServicer_to_server(hint_service, served)
-        prefix_service = PrefixService(self.cache, self.local_turns)
+        prefix_service = PrefixService(self.cache, self.local_turns, self.whereabouts)
         prefix_pb2_grpc.add_PrefixServiceServicer_to_server(prefix_service, served)
         block_service = BlockService(self.cache, self.local_turns, self.admissions.engines)
         block_pb2_grpc.add_BlockServiceServicer_to_server(block_service, served)
+        give_up = self.fleet.give_up if self.fleet is not None else None
+        peer_service = PeerService(self.cache, self.bulk, self.local_turns, give_up)
+        peer_pb2_grpc.add_PeerServiceServicer_to_server(peer_service, served)
         controls = Controls(
-            self._doors, self._rpc_times, self.control.cut_off, self.storage.ssd.hold, self.storage.faults
+            self._doors,
+            self._rpc_times,
+            self.control.cut_off,
+            self.storage.ssd.hold,
+            self.storage.faults,
+            self.fleet.describe if self.fleet is not None else None,
         )
         admin_service = AdminService(self.cache, about, self._reloading.shown, self.reload, controls)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, served)
@@ -479,6 +525,23 @@ def _connection_limit(settings: Settings) -> int:
     others = settings.max_bulk_connections + settings.max_local_clients
     return connection_limit(
         settings.max_connections, listener_count=max(len(targets(settings)), 1), others=others
+    )
+
+
+def _fleet(settings: Settings, cache: Cache, storage: Storage, calls: Admission) -> Fleet | None:
+    if not settings.fleet_bucket:
+        return None
+    tls, token = credentials_of(settings)
+    return Fleet(
+        cache,
+        register_of(settings),
+        secret_of(settings),
+        bucket=settings.fleet_bucket,
+        node=storage.directory.instance_id,
+        beat_s=settings.fleet_beat_s,
+        calls=calls,
+        tls=tls,
+        token=token,
     )
 
 

@@ -7,6 +7,7 @@ was looked at changes before it is opened; the part then refuses itself, in the 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ctxcache.fleet.opening import check_fleet
 from ctxcache.observe.bearer import Bearer
 from ctxcache.observe.tracing import check_installed
 from ctxcache.runtime.memory import check_address_space
@@ -65,6 +66,12 @@ CHECKS = (
         check_secrets,
         "every file that is named can be used",
         "name files that this user may read and others may not: chmod 600, in a pod defaultMode 0440",
+    ),
+    Check(
+        "fleet",
+        check_fleet,
+        "alone, or everything is named that a fleet needs",
+        "docs/fleet.md has the settings of a fleet; `ctxcache doctor bucket` tries the bucket",
     ),
     Check(
         "tracing",

@@ -22,7 +22,7 @@ from ctxcache.core.extents import SlotAllocator
 from ctxcache.core.history import Event, Happened, Miss
 from ctxcache.core.placement.shares import Share
 from ctxcache.core.savings import Savings
-from ctxcache.errors import CacheError, FaultsNotEnabled, InvalidArgument
+from ctxcache.errors import CacheError, FaultsNotEnabled, FleetNotFound, InvalidArgument
 from ctxcache.service import convert, validate
 from ctxcache.service.activity import activity
 from ctxcache.service.admission import Doors, RpcTimes
@@ -89,6 +89,8 @@ class Controls:
     cut_off: Callable[[int], Awaitable[bool]]
     hold_path: Callable[[int, bool], None]
     faults: Faults | None = None
+    fleet: Callable[[], Awaitable[operations_pb2.Fleet]] | None = None
+    """Tells of the fleet; None in a store that is alone."""
 
 
 _NUMBERS = {kind: faults_pb2.FaultKind.Value(f"FAULT_KIND_{kind.name}") for kind in FaultKind}
@@ -449,6 +451,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """See the proto."""
         self._controls.doors.open()
         return operations_pb2.UndrainResponse()
+
+    async def GetFleet(
+        self, request: operations_pb2.GetFleetRequest, context: Context
+    ) -> operations_pb2.Fleet:
+        """See the proto."""
+        if self._controls.fleet is None:
+            raise FleetNotFound
+        return await self._controls.fleet()
 
     async def ListEngines(
         self,

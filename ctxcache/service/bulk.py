@@ -24,6 +24,7 @@ from ctxcache.service.admission import Admission
 from ctxcache.service.bulk_connection import TICKET_LIFETIME_NS, BulkConnection, Tickets, Transfers
 from ctxcache.service.callers import Context, Identification, current
 from ctxcache.service.tls import Tls, peer_properties
+from ctxcache.service.whereabouts import ALONE, Whereabouts
 from ctxcache.v1 import bulk_pb2, bulk_pb2_grpc
 from ctxcache.wire.framed_socket import PIECE_TIMEOUT_S, FramedSocket
 
@@ -57,6 +58,7 @@ class BulkListener:
         *,
         connection_limit: int,
         tls: Tls | None = None,
+        whereabouts: Whereabouts = ALONE,
     ) -> None:
         self.tickets = Tickets(cache.state.clock, are_divided=cache.state.limits.are_divided)
         self.tcp_port = 0
@@ -65,7 +67,7 @@ class BulkListener:
         connections = Admission(
             "bulk connections", connection_limit, is_divided=cache.state.limits.are_divided
         )
-        self._transfers = Transfers(cache, calls, connections, self.tickets, identification)
+        self._transfers = Transfers(cache, calls, connections, self.tickets, identification, whereabouts)
         self._limit = connection_limit
         self._tls = tls
         self._listening: list[socket.socket] = []

@@ -19,7 +19,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ctxcache.cache import Cache
 from ctxcache.cache.held_rows import Bounce, Lent, Summed
-from ctxcache.cache.leases import Lease
+from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.cache.reservations import Room
 from ctxcache.cache.scrubbing import TRIES
 from ctxcache.core.limits import Bound
@@ -38,11 +38,13 @@ from ctxcache.errors import (
     ChecksumMismatch,
     CorruptSegment,
     InvalidArgument,
+    PermissionDenied,
     TooManyRequests,
     Unauthenticated,
 )
 from ctxcache.format.checksums import rows_checksum
-from ctxcache.format.streams import Stream
+from ctxcache.format.streams import Stream, StreamRange
+from ctxcache.identity import Role
 from ctxcache.runtime.clock import Clock
 from ctxcache.runtime.memory import refused_memory
 from ctxcache.service import convert, validate
@@ -56,6 +58,7 @@ from ctxcache.service.rows import (
     read_header,
     read_request,
 )
+from ctxcache.service.whereabouts import ALONE, Whereabouts
 from ctxcache.v1 import bulk_pb2, session_pb2
 from ctxcache.wire.framed_socket import (
     PARTS_LIMIT,
@@ -148,7 +151,8 @@ class Tickets:
 class ReadTransfer:
     """A read under way: its lease, and pieces lent until `close`."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, whereabouts: Whereabouts) -> None:
+        self._whereabouts = whereabouts
         self._reading, self._clock = cache.leases, cache.state.clock
         self._held = AsyncExitStack()
         self._bounce = Bounce()
@@ -163,7 +167,7 @@ class ReadTransfer:
             caller.check()
             # Counted before anything is leased: a refused call has moved nothing.
             held.enter_context(calls.enter(caller.tenant))
-            asked, streams = read_request(request, caller.tenant)
+            asked, streams = await self._asked(request, caller)
             lease, chosen, _ = await held.enter_async_context(self._reading.stream(asked, streams))
             self._lease, self.streams = lease, tuple(chosen)
             # Held besides the lease: the thread reads while the loop may end the lease.
@@ -171,6 +175,16 @@ class ReadTransfer:
             self.header = read_header(lease, streams, self._clock)
             # Only now: a failure above lets go of the lease and of the place among calls.
             self._held = held.pop_all()
+
+    async def _asked(
+        self, request: session_pb2.ReadSessionRequest, caller: Caller
+    ) -> tuple[ReadRequest, Sequence[StreamRange]]:
+        # A peer reads what it was told by name; no other caller can name it.
+        if caller.grant.role is Role.PEER:
+            return read_request(request, caller.tenant, is_guest=True)
+        asked, streams = read_request(request, caller.tenant)
+        await self._whereabouts.come(caller.tenant, asked.session_id)
+        return asked, streams
 
     async def read_past(self, lent: Lent, stream: Stream) -> Summed:
         """Rows of a piece that is not in DRAM, valid until the next call. Raises as `Leases.read_past`."""
@@ -192,7 +206,8 @@ class ReadTransfer:
 class AppendTransfer:
     """An append under way: its reservation, and the room lent of it until the next commit."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, whereabouts: Whereabouts = ALONE) -> None:
+        self._whereabouts = whereabouts
         self._writing, self._clock = cache.appends, cache.state.clock
         self._held = ExitStack()
         self._lent = ExitStack()
@@ -204,7 +219,9 @@ class AppendTransfer:
             caller.check()
             # The same order as for reads.
             held.enter_context(calls.enter(caller.tenant))
-            self.append = await begin_append(self._writing, header, caller.tenant)
+            if caller.grant.role is Role.PEER:
+                raise PermissionDenied(subject=caller.subject, problem="a peer reads, and appends nothing")
+            self.append = await begin_append(self._writing, header, caller.tenant, self._whereabouts)
             held.callback(self.append.release)
             self._held = held.pop_all()
 
@@ -252,7 +269,9 @@ class Transfers:
         connections: Admission,
         tickets: Tickets,
         identification: Identification,
+        whereabouts: Whereabouts,
     ) -> None:
+        self._whereabouts = whereabouts
         self._cache, self._calls, self._connections, self._tickets = cache, calls, connections, tickets
         self._identification = identification
 
@@ -274,13 +293,13 @@ class Transfers:
 
     async def read(self, request: session_pb2.ReadSessionRequest, caller: Caller) -> ReadTransfer:
         """Begin a read. Raises what ReadSession raises."""
-        transfer = ReadTransfer(self._cache)
+        transfer = ReadTransfer(self._cache, self._whereabouts)
         await transfer.open(request, caller, self._calls)
         return transfer
 
     async def append(self, header: session_pb2.AppendHeader, caller: Caller) -> AppendTransfer:
         """Begin an append. Raises what AppendSession raises for its header."""
-        transfer = AppendTransfer(self._cache)
+        transfer = AppendTransfer(self._cache, self._whereabouts)
         await transfer.open(header, caller, self._calls)
         return transfer
 

@@ -47,6 +47,7 @@ TENANT_HEADER = "ctxcache-tenant"
 """Request metadata by which an operator names whose sessions a call is about."""
 AUTHORIZATION = "authorization"
 OPERATORS_ONLY = "/ctxcache.v1.AdminService/"
+PEERS_ONLY = "/ctxcache.v1.PeerService/"
 FOR_OTHERS = frozenset(
     f"/ctxcache.v1.{service}/{method}"
     for service, methods in {
@@ -116,6 +117,16 @@ class Caller:
         """Raise PermissionDenied unless the caller may do what concerns others too."""
         if self.grant.role is not Role.OPERATOR:
             raise PermissionDenied(subject=self.subject, problem=f"{what} needs the role operator")
+
+    def check_peer(self, method: str) -> None:
+        """Raise PermissionDenied for a peer elsewhere than among peers, and for others there."""
+        role, is_among_peers = self.grant.role, method.startswith(PEERS_ONLY)
+        if role is Role.PEER and not is_among_peers:
+            raise PermissionDenied(
+                subject=self.subject, problem="the role peer may ask what stores ask alone"
+            )
+        if is_among_peers and role is Role.USER:
+            raise PermissionDenied(subject=self.subject, problem="this call needs the role peer")
 
     def acting_for(self, tenant: str) -> "Caller":
         """The caller with another tenant's sessions. Raises PermissionDenied, InvalidArgument."""
@@ -259,6 +270,7 @@ class Identification:
             caller = ANYBODY if self.is_open else self._of_rpc(context)
             if method.startswith(OPERATORS_ONLY):
                 caller.check_operator(method.rpartition("/")[2])
+            caller.check_peer(method)
             # The header counts for named calls only, so that rows are never shown across tenants.
             if method in FOR_OTHERS:
                 for key, value in context.invocation_metadata() or ():
@@ -287,6 +299,9 @@ class Identification:
         if not caller.is_certified:
             return
         found = find(self._rules, _names(properties))
+        # A peer's ticket is of the tenant whose session it was given for.
+        if caller.grant.role is Role.PEER and found is not None and found[0] == caller.subject:
+            return
         # The same rule must match: another rule of the same tenant may give other rights.
         if found != (caller.subject, caller.grant):
             raise Unauthenticated(f"the ticket was given to {caller.subject}, who does not show it")

@@ -27,6 +27,7 @@ from ctxcache.service.callers import Caller, Identification
 from ctxcache.service.edge import known_error
 from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.service.local_client import LOOK_INTERVAL_S, LocalClient, parsed
+from ctxcache.service.whereabouts import ALONE, Whereabouts
 from ctxcache.v1 import arena_pb2
 from ctxcache.wire.frames import (
     HEAD_BYTES,
@@ -73,9 +74,10 @@ class ControlSocket:
         admission: Admission,
         turns: Turns,
         identification: Identification,
+        whereabouts: Whereabouts = ALONE,
     ) -> None:
         """`write_fd`: None where the arena is sealed. `turns`: in which work is done that takes long."""
-        self.cache = cache
+        self.cache, self.whereabouts = cache, whereabouts
         self.identification = identification
         self.turns = turns
         self.admission = admission
@@ -364,6 +366,7 @@ class _Connection(asyncio.Protocol):
             self._control.turns,
             self._control.admission,
             may_write=may_write,
+            whereabouts=self._control.whereabouts,
             answer_limit_bytes=ANSWER_LIMIT_BYTES,
             batch_limit_bytes=ANSWER_LIMIT_BYTES,
         )

@@ -43,6 +43,7 @@ from ctxcache.service.admission import OK, Admission
 from ctxcache.service.callers import Context, current
 from ctxcache.service.convert import EncodedAnswer
 from ctxcache.service.fairness import TENANT, LoopSlice, Turns
+from ctxcache.service.whereabouts import ALONE, Whereabouts
 from ctxcache.v1 import arena_pb2, arena_pb2_grpc, block_pb2, session_pb2
 
 M = TypeVar("M", bound=Message)
@@ -109,6 +110,7 @@ class LocalClient:
         may_write: bool,
         answer_limit_bytes: int,
         batch_limit_bytes: int,
+        whereabouts: Whereabouts,
     ) -> None:
         """`turns` bound batches that take long. `admission` says when nothing more may be held.
 
@@ -119,6 +121,7 @@ class LocalClient:
         self._may_write = may_write
         self._answer_limit_bytes, self._batch_limit_bytes = answer_limit_bytes, batch_limit_bytes
         self._cache = cache
+        self._whereabouts = whereabouts
         self._turns = turns
         self._tenant = tenant
         self._admission = admission
@@ -218,6 +221,7 @@ class LocalClient:
                     await self._recheck(operation.recheck_lease.lease_id)
                     result.rechecked.SetInParent()
                 case "reserve":
+                    await self._come(operation.reserve.session)
                     reserved = await self._reserved(operation.reserve, self._cache.appends.reserve)
                     self._fill_reserved(operation.reserve, reserved, result.reservation)
                 case "commit" if operation.commit.durability == session_pb2.DURABILITY_DISK:
@@ -243,7 +247,9 @@ class LocalClient:
         if operation.HasField("match_prefix"):
             result.matched.CopyFrom(await prefixes.match(cache, operation.match_prefix, tenant, pace))
         else:
-            result.adopted.CopyFrom(await prefixes.adopt(cache, operation.adopt_prefix, tenant, pace))
+            result.adopted.CopyFrom(
+                await prefixes.adopt(cache, operation.adopt_prefix, tenant, pace, self._whereabouts)
+            )
 
     async def _do_by_keys(
         self, kind: str, operation: arena_pb2.Operation, result: arena_pb2.OperationResult
@@ -345,7 +351,7 @@ class LocalClient:
     ) -> bool:
         """Do an operation that does not wait. False, and nothing is done, for one that may have to."""
         match kind:
-            case "acquire_lease":
+            case "acquire_lease" if self._is_here(operation.acquire_lease.session):
                 return self._acquire_at_once(operation.acquire_lease, result.lease)
             case "lookup_blocks":
                 return self._look_up_at_once(operation.lookup_blocks, result)
@@ -359,7 +365,7 @@ class LocalClient:
             case "release_reservation":
                 self._release_reservation(operation.release_reservation.reservation_id)
                 result.released.SetInParent()
-            case "reserve":
+            case "reserve" if self._is_here(operation.reserve.session):
                 reserved = self._reserved(operation.reserve, self._cache.appends.reserve_at_once)
                 if reserved is None:
                     return False
@@ -375,6 +381,14 @@ class LocalClient:
             case _:
                 return False
         return True
+
+    def _is_here(self, name: str) -> bool:
+        """Whether nothing has to be waited for until the session of this name is here or known not to be."""
+        return self._whereabouts.is_here(self._tenant, name.removeprefix("sessions/"))
+
+    async def _come(self, name: str) -> None:
+        """See Whereabouts. Raises InvalidArgument, SessionMoved."""
+        await self._whereabouts.come(self._tenant, validate.session_id(name, "session"))
 
     def _prune_if_many(self) -> None:
         """Forget holds that have ended, once twice as many are owned as after the last time."""
@@ -394,7 +408,9 @@ class LocalClient:
         if request.token:
             lease = await self._acquire_by_token(request)
         else:
-            lease = await self._cache.leases.acquire(self._asked(request))
+            asked = self._asked(request)
+            await self._come(request.session)
+            lease = await self._cache.leases.acquire(asked)
         self._grant(request, lease, message)
         if request.is_brief:
             return
@@ -627,13 +643,20 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
     """See proto/ctxcache/v1/arena.proto."""
 
     def __init__(
-        self, cache: Cache, arena: arena_pb2.Arena, admission: Admission, turns: Turns, *, is_sealed: bool
+        self,
+        cache: Cache,
+        arena: arena_pb2.Arena,
+        admission: Admission,
+        turns: Turns,
+        *,
+        is_sealed: bool,
+        whereabouts: Whereabouts = ALONE,
     ) -> None:
         """`turns` bound local clients' work that takes long.
 
         `is_sealed`: no client writes to the arena.
         """
-        self._is_sealed = is_sealed
+        self._is_sealed, self._whereabouts = is_sealed, whereabouts
         self._cache = cache
         self._turns = turns
         self._admission = admission
@@ -661,6 +684,7 @@ class ArenaService(arena_pb2_grpc.ArenaServiceServicer):
             may_write=self._may_write(),
             answer_limit_bytes=convert.ANSWER_LIMIT_BYTES,
             batch_limit_bytes=min(convert.ANSWER_LIMIT_BYTES, convert.PAGE_LIMIT_BYTES),
+            whereabouts=self._whereabouts,
         )
         try:
             async with aclosing(self._until_drained(request_iterator, client)) as requests:

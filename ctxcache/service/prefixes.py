@@ -12,6 +12,7 @@ from ctxcache.service import convert, validate
 from ctxcache.service.blocks import lease_ttl_ns
 from ctxcache.service.callers import Context, current
 from ctxcache.service.fairness import LoopSlice, Turns
+from ctxcache.service.whereabouts import ALONE, Whereabouts
 from ctxcache.v1 import prefix_pb2, prefix_pb2_grpc, session_pb2
 
 KEYS_LIMIT = TOKENS_LIMIT_BYTES // BLOCK_BYTES
@@ -26,9 +27,9 @@ _STATES = {
 class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
     """See proto/ctxcache/v1/prefix.proto."""
 
-    def __init__(self, cache: Cache, turns: Turns) -> None:
+    def __init__(self, cache: Cache, turns: Turns, whereabouts: Whereabouts = ALONE) -> None:
         """`turns` bound look-ups of long prompts."""
-        self._cache, self._turns = cache, turns
+        self._cache, self._turns, self._whereabouts = cache, turns, whereabouts
 
     async def MatchPrefix(
         self, request: prefix_pb2.MatchPrefixRequest, context: Context
@@ -40,7 +41,8 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
         self, request: prefix_pb2.AdoptPrefixRequest, context: Context
     ) -> prefix_pb2.AdoptPrefixResponse:
         """See the proto."""
-        return await adopt(self._cache, request, current().tenant, LoopSlice(self._turns))
+        pace = LoopSlice(self._turns)
+        return await adopt(self._cache, request, current().tenant, pace, self._whereabouts)
 
     async def ListSharedPrefixes(
         self, request: prefix_pb2.ListSharedPrefixesRequest, context: Context
@@ -98,12 +100,18 @@ async def match(
 
 
 async def adopt(
-    cache: Cache, request: prefix_pb2.AdoptPrefixRequest, tenant: str, pace: Pace
+    cache: Cache,
+    request: prefix_pb2.AdoptPrefixRequest,
+    tenant: str,
+    pace: Pace,
+    whereabouts: Whereabouts,
 ) -> prefix_pb2.AdoptPrefixResponse:
-    """See the proto. Raises as Prefixes.adopt does."""
+    """See the proto. Raises as Prefixes.adopt does, SessionMoved."""
+    session_id = validate.session_id(request.session, "session")
+    await whereabouts.come(tenant, session_id)
     adopted = await cache.prefixes.adopt(
         tenant,
-        validate.session_id(request.session, "session"),
+        session_id,
         validate.fingerprint(request.model_fingerprint),
         request.if_generation_match if request.HasField("if_generation_match") else None,
         _prefix(request.prefix),

@@ -29,6 +29,7 @@ from ctxcache.format.streams import Stream, StreamRange
 from ctxcache.format.wire_chunk import encode_chunk
 from ctxcache.runtime.clock import Clock
 from ctxcache.service import convert, validate
+from ctxcache.service.whereabouts import ALONE, Whereabouts
 from ctxcache.v1 import session_pb2
 
 CHUNK_BYTES_LIMIT = 2 << 20
@@ -45,15 +46,19 @@ T = TypeVar("T")
 # -- appends ---------------------------------------------------------------------------------------
 
 
-async def begin_append(writing: Appends, header: session_pb2.AppendHeader, tenant: str) -> "Append":
+async def begin_append(
+    writing: Appends, header: session_pb2.AppendHeader, tenant: str, whereabouts: Whereabouts = ALONE
+) -> "Append":
     """Open the reservation that an append's header asks for.
 
-    Raises as `Appends.reserve` does, InvalidArgument.
+    Raises as `Appends.reserve` does, InvalidArgument, SessionMoved.
     """
+    session_id = validate.session_id(header.name, "header.name")
+    await whereabouts.come(tenant, session_id)
     generation = header.if_generation_match if header.HasField("if_generation_match") else None
     reservation = await writing.reserve(
         tenant,
-        validate.session_id(header.name, "header.name"),
+        session_id,
         fingerprint=validate.fingerprint(header.model_fingerprint, "header.model_fingerprint"),
         write_offset=header.write_offset,
         generation=generation,
@@ -151,13 +156,16 @@ class Append:
 
 
 def read_request(
-    request: session_pb2.ReadSessionRequest, tenant: str
+    request: session_pb2.ReadSessionRequest, tenant: str, *, is_guest: bool = False
 ) -> tuple[ReadRequest, Sequence[StreamRange]]:
-    """The request of a reader, validated, and its streams. Raises InvalidArgument."""
+    """The request of a reader, validated, and its streams. `is_guest`: of a session without a name.
+
+    Raises InvalidArgument.
+    """
     has_range = request.HasField("range")
     asked = ReadRequest(
         tenant,
-        validate.session_id(request.name),
+        validate.guest_id(request.name) if is_guest else validate.session_id(request.name),
         validate.fingerprint(request.model_fingerprint),
         request.if_generation_match if request.HasField("if_generation_match") else None,
         request.range.begin if has_range else 0,

@@ -21,6 +21,7 @@ from ctxcache.service.callers import Context, current
 from ctxcache.service.convert import EncodedAnswer, Page
 from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.service.rows import Append, begin_append, chunk_message, packed, read_header, read_request
+from ctxcache.service.whereabouts import ALONE, Whereabouts
 from ctxcache.v1 import model_pb2, session_pb2, session_pb2_grpc
 
 DEFAULT_SINK_TOKENS = 4
@@ -50,9 +51,9 @@ _Conditional: TypeAlias = (
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See proto/ctxcache/v1/session.proto."""
 
-    def __init__(self, cache: Cache, turns: Turns) -> None:
+    def __init__(self, cache: Cache, turns: Turns, whereabouts: Whereabouts = ALONE) -> None:
         """`turns` bound large requests and answers."""
-        self._turns = turns
+        self._turns, self._whereabouts = turns, whereabouts
         self._sessions, self._writing, self._reading = cache.sessions, cache.appends, cache.leases
         self._clock = cache.state.clock
 
@@ -63,9 +64,11 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         # Pinned sessions are never evicted, so that only an operator may pin.
         if request.is_pinned:
             current().check_operator("is_pinned")
+        tenant, session_id = current().tenant, validate.new_session_id(request.session_id)
+        await self._whereabouts.come(tenant, session_id)
         view = await self._sessions.create(
-            current().tenant,
-            validate.new_session_id(request.session_id),
+            tenant,
+            session_id,
             model_id=validate.model_id(request.model, "model"),
             layout=validate.stream_ranges(request.layout, "layout"),
             expiration=self._future(self._expiration(request)),
@@ -74,13 +77,14 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             copies=validate.within(request.copies, 0, 2, "copies"),
             labels=validate.labels(request.labels),
         )
+        await self._whereabouts.created(tenant, view.name.removeprefix("sessions/"))
         return convert.session_message(view, self._clock)
 
     async def GetSession(  # type: ignore[override]  # it is encoded already
         self, request: session_pb2.GetSessionRequest, context: Context
     ) -> bytes:
         """See the proto."""
-        view = self._sessions.get(current().tenant, validate.session_id(request.name))
+        view = self._sessions.get(current().tenant, await self._named(request.name))
         return convert.whole_session(view, self._clock)
 
     async def ListSessions(  # type: ignore[override]  # it is encoded already
@@ -114,7 +118,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             current().check_operator("is_pinned")
         view = await self._sessions.update(
             current().tenant,
-            validate.session_id(request.name),
+            await self._named(request.name),
             expiration=self._expiration(request),
             is_pinned=request.is_pinned if request.HasField("is_pinned") else None,
             copies=validate.within(request.copies, 0, 2, "copies"),
@@ -128,7 +132,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         return convert.session_message(await self._truncate(request, current().tenant), self._clock)
 
     async def _truncate(self, request: session_pb2.TruncateSessionRequest, tenant: str) -> SessionView:
-        session_id, generation = validate.session_id(request.name), _generation(request)
+        session_id, generation = await self._named(request.name), _generation(request)
         match request.WhichOneof("kept"):
             case "keep_recent":
                 recent, sinks = _keep_recent(request.keep_recent)
@@ -152,31 +156,36 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             raise InvalidArgument(field="session_id", problem="is required: it says which one is replaced")
         if replaces is not None and request.WhichOneof("expiration") is not None:
             raise InvalidArgument(field="expiration", problem="is that of the session that is replaced")
+        tenant, new_id = current().tenant, validate.new_session_id(request.session_id)
+        source_id = await self._named(request.name)
+        await self._whereabouts.come(tenant, new_id)
         view = await self._sessions.fork(
-            current().tenant,
-            validate.session_id(request.name),
-            validate.new_session_id(request.session_id),
+            tenant,
+            source_id,
+            new_id,
             _generation(request),
             replaces=replaces,
             token_count=request.token_count if request.HasField("token_count") else None,
             expiration=self._future(self._expiration(request)),
             pace=LoopSlice(self._turns),
         )
+        await self._whereabouts.created(tenant, view.name.removeprefix("sessions/"))
         return convert.session_message(view, self._clock)
 
     async def FlushSession(
         self, request: session_pb2.FlushSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
-        view = await self._sessions.flush(current().tenant, validate.session_id(request.name))
+        view = await self._sessions.flush(current().tenant, await self._named(request.name))
         return convert.session_message(view, self._clock)
 
     async def DeleteSession(
         self, request: session_pb2.DeleteSessionRequest, context: Context
     ) -> session_pb2.DeleteSessionResponse:
         """See the proto."""
-        session_id = validate.session_id(request.name)
+        session_id = await self._named(request.name)
         await self._sessions.delete(current().tenant, session_id, _generation(request))
+        self._whereabouts.deleted(current().tenant, session_id)
         return session_pb2.DeleteSessionResponse()
 
     async def LookupSessions(  # type: ignore[override]  # it is encoded already
@@ -197,7 +206,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 # A field's name is made only where it is wrong.
                 field, problem = f"queries[{i}].{error.facts['field']}", str(error.facts["problem"])
                 raise InvalidArgument(field=field, problem=problem) from None
-        tenant, ahead_ns = current().tenant, self._clock.wall_ahead_ns()
+        tenant = current().tenant
+        await self._whereabouts.all_come(tenant, (session_id for session_id, _ in asked))
+        ahead_ns = self._clock.wall_ahead_ns()
         answer = EncodedAnswer()
         for i, (session_id, print_) in enumerate(asked):
             # Bytes bound an answer. The client asks again for what is missing at its end.
@@ -220,7 +231,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         first = await anext(aiter(request_iterator), None)
         if not isinstance(first, session_pb2.AppendSessionRequest) or first.WhichOneof("message") != "header":
             raise InvalidArgument(field="header", problem="the first message must be the header")
-        append = await begin_append(self._writing, first.header, current().tenant)
+        append = await begin_append(self._writing, first.header, current().tenant, self._whereabouts)
         try:
             async for request in request_iterator:
                 await self._take(append, request)
@@ -264,12 +275,22 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.ReadSessionRequest, tenant: str
     ) -> AsyncGenerator[ReadMessage]:
         asked, streams = read_request(request, tenant)
+        await self._whereabouts.come(tenant, asked.session_id)
         async with self._reading.stream(asked, streams) as (lease, _, rows):
             yield session_pb2.ReadSessionResponse(header=read_header(lease, streams, self._clock))
             async for parts in packed(rows, lease.view.layout, self._reading.mend):
                 # A slow reader may outlive its lease.
                 self._reading.check(lease)
                 yield await chunk_message(parts, self._reading.mend)
+
+    async def _named(self, name: str) -> str:
+        """The id in a name, once its session is here if it can be.
+
+        Raises InvalidArgument, SessionMoved.
+        """
+        session_id = validate.session_id(name)
+        await self._whereabouts.come(current().tenant, session_id)
+        return session_id
 
     # -- expiry -------------------------------------------------------------------------------------
 

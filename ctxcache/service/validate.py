@@ -8,7 +8,7 @@ from typing import TypeVar
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ctxcache.core.ledger.session import Expiration
+from ctxcache.core.ledger.session import GUESTS, Expiration
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.ids import MODEL_ID, SESSION_ID, Labels, checked_labels
 from ctxcache.format.model import FINGERPRINT_BYTES
@@ -35,6 +35,7 @@ STREAMS_LIMIT = 4096
 RANGES_LIMIT = 256
 """Ranges in which a layout, or a selection of streams, may be given."""
 TTL_LIMIT_S = 3650 * 86400
+_GUEST_ID = re.compile(rf"{GUESTS}[0-9a-f]{{32}}")
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 LATEST_NS = 2**63 - 1
 _TIMESTAMP_LIMIT_S = LATEST_NS // 10**9  # the year 2262, where 64 bits of nanoseconds end
@@ -51,6 +52,11 @@ def model_id(name: str, field: str = "name") -> str:
 def session_id(name: str, field: str = "name") -> str:
     """The id in `sessions/{session_id}`."""
     return _id(name, "sessions/", SESSION_ID, field)
+
+
+def guest_id(name: str, field: str = "name") -> str:
+    """The id in the name of a guest, which a peer was told."""
+    return _id(name, "sessions/", _GUEST_ID, field)
 
 
 def tenant(name: str, field: str = "tenant") -> str:

@@ -89,6 +89,10 @@ class _MissEventEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissEvent.V
     """
     MISS_EVENT_MENDED: _MissEvent.ValueType  # 11
     """Bytes of it in memory were not what was written; those that SSD has took their place, and no token was lost."""
+    MISS_EVENT_MOVED: _MissEvent.ValueType  # 12
+    """Another host of the fleet took it over. It is not there after that."""
+    MISS_EVENT_OWNER_LOST: _MissEvent.ValueType  # 13
+    """Another host of the fleet had it, and did not answer. The detail names the host."""
 
 class MissEvent(_MissEvent, metaclass=_MissEventEnumTypeWrapper):
     """Events after which less of a session is found than was stored."""
@@ -119,6 +123,10 @@ unless a writer went on before them meanwhile. The detail says which file.
 """
 MISS_EVENT_MENDED: MissEvent.ValueType  # 11
 """Bytes of it in memory were not what was written; those that SSD has took their place, and no token was lost."""
+MISS_EVENT_MOVED: MissEvent.ValueType  # 12
+"""Another host of the fleet took it over. It is not there after that."""
+MISS_EVENT_OWNER_LOST: MissEvent.ValueType  # 13
+"""Another host of the fleet had it, and did not answer. The detail names the host."""
 Global___MissEvent: _TypeAlias = MissEvent  # noqa: Y015
 
 @_typing.final

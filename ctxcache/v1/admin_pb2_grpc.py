@@ -133,6 +133,11 @@ class AdminServiceStub(object):
                 request_serializer=ctxcache_dot_v1_dot_operations__pb2.UndrainRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_operations__pb2.UndrainResponse.FromString,
                 _registered_method=True)
+        self.GetFleet = channel.unary_unary(
+                '/ctxcache.v1.AdminService/GetFleet',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.GetFleetRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_operations__pb2.Fleet.FromString,
+                _registered_method=True)
         self.ListEngines = channel.unary_unary(
                 '/ctxcache.v1.AdminService/ListEngines',
                 request_serializer=ctxcache_dot_v1_dot_operations__pb2.ListEnginesRequest.SerializeToString,
@@ -316,6 +321,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetFleet(self, request, context):
+        """Tells this store's place in its fleet, and which other stores have said where they are. Errors:
+        NOT_FOUND (FLEET_NOT_FOUND) from a store that is alone; UNAVAILABLE (UNAVAILABLE) where the bucket does not
+        answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListEngines(self, request, context):
         """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
@@ -445,6 +459,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Undrain,
                     request_deserializer=ctxcache_dot_v1_dot_operations__pb2.UndrainRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_operations__pb2.UndrainResponse.SerializeToString,
+            ),
+            'GetFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetFleet,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.GetFleetRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_operations__pb2.Fleet.SerializeToString,
             ),
             'ListEngines': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEngines,
@@ -941,6 +960,33 @@ class AdminService(object):
             '/ctxcache.v1.AdminService/Undrain',
             ctxcache_dot_v1_dot_operations__pb2.UndrainRequest.SerializeToString,
             ctxcache_dot_v1_dot_operations__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/GetFleet',
+            ctxcache_dot_v1_dot_operations__pb2.GetFleetRequest.SerializeToString,
+            ctxcache_dot_v1_dot_operations__pb2.Fleet.FromString,
             options,
             channel_credentials,
             insecure,

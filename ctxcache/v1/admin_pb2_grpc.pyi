@@ -119,6 +119,11 @@ class AdminServiceStub:
     """
     Undrain: _grpc.UnaryUnaryMultiCallable[_operations_pb2.UndrainRequest, _operations_pb2.UndrainResponse]
     """Takes work again. Errors: none of its own."""
+    GetFleet: _grpc.UnaryUnaryMultiCallable[_operations_pb2.GetFleetRequest, _operations_pb2.Fleet]
+    """Tells this store's place in its fleet, and which other stores have said where they are. Errors:
+    NOT_FOUND (FLEET_NOT_FOUND) from a store that is alone; UNAVAILABLE (UNAVAILABLE) where the bucket does not
+    answer.
+    """
     ListEngines: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ListEnginesRequest, _operations_pb2.ListEnginesResponse]
     """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
     Record: _grpc.UnaryStreamMultiCallable[_recording_pb2.RecordRequest, _recording_pb2.RecordResponse]
@@ -228,6 +233,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     Undrain: _aio.UnaryUnaryMultiCallable[_operations_pb2.UndrainRequest, _operations_pb2.UndrainResponse]  # type: ignore[assignment]
     """Takes work again. Errors: none of its own."""
+    GetFleet: _aio.UnaryUnaryMultiCallable[_operations_pb2.GetFleetRequest, _operations_pb2.Fleet]  # type: ignore[assignment]
+    """Tells this store's place in its fleet, and which other stores have said where they are. Errors:
+    NOT_FOUND (FLEET_NOT_FOUND) from a store that is alone; UNAVAILABLE (UNAVAILABLE) where the bucket does not
+    answer.
+    """
     ListEngines: _aio.UnaryUnaryMultiCallable[_operations_pb2.ListEnginesRequest, _operations_pb2.ListEnginesResponse]  # type: ignore[assignment]
     """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
     Record: _aio.UnaryStreamMultiCallable[_recording_pb2.RecordRequest, _recording_pb2.RecordResponse]  # type: ignore[assignment]
@@ -436,6 +446,17 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.UndrainResponse, _abc.Awaitable[_operations_pb2.UndrainResponse]]:
         """Takes work again. Errors: none of its own."""
+
+    @_abc_1.abstractmethod
+    def GetFleet(
+        self,
+        request: _operations_pb2.GetFleetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.Fleet, _abc.Awaitable[_operations_pb2.Fleet]]:
+        """Tells this store's place in its fleet, and which other stores have said where they are. Errors:
+        NOT_FOUND (FLEET_NOT_FOUND) from a store that is alone; UNAVAILABLE (UNAVAILABLE) where the bucket does not
+        answer.
+        """
 
     @_abc_1.abstractmethod
     def ListEngines(

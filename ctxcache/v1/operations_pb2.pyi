@@ -829,3 +829,158 @@ class BackupResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BackupResponse: _TypeAlias = BackupResponse  # noqa: Y015
+
+@_typing.final
+class GetFleetRequest(_message.Message):
+    """Request of GetFleet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetFleetRequest: _TypeAlias = GetFleetRequest  # noqa: Y015
+
+@_typing.final
+class Fleet(_message.Message):
+    """A fleet of stores, as one of them sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
+    IS_SURE_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    PRIVATE_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    OWNED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    UNSURE_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    GUEST_COUNT_FIELD_NUMBER: _builtins.int
+    ARRIVED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    ARRIVED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    ARRIVED_BYTES_FIELD_NUMBER: _builtins.int
+    YIELDED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    OWNER_LOST_COUNT_FIELD_NUMBER: _builtins.int
+    HEAD_READ_COUNT_FIELD_NUMBER: _builtins.int
+    HEAD_CHANGE_COUNT_FIELD_NUMBER: _builtins.int
+    NO_ANSWER_COUNT_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """This store, by the id of its data directory."""
+    bucket: _builtins.str
+    """Bucket in which its stores agree."""
+    is_sure: _builtins.bool
+    """Whether the bucket was heard lately. Else heads are read before sessions are used."""
+    problem: _builtins.str
+    """Why the bucket was not heard at the last beat. Empty where it was."""
+    private_session_count: _builtins.int
+    """Sessions with names that are continued here and have no head yet."""
+    owned_session_count: _builtins.int
+    """Sessions that this store owns."""
+    unsure_session_count: _builtins.int
+    """Sessions whose heads are read before they are used."""
+    guest_count: _builtins.int
+    """Copies of sessions that went on elsewhere."""
+    arrived_session_count: _builtins.int
+    """Sessions that came here since the start."""
+    arrived_token_count: _builtins.int
+    """Tokens that came here since the start."""
+    arrived_bytes: _builtins.int
+    """Bytes of rows that came here since the start."""
+    yielded_session_count: _builtins.int
+    """Sessions that others took over since the start, and asked for."""
+    superseded_session_count: _builtins.int
+    """Sessions that went on elsewhere since the start though nobody had asked for them."""
+    owner_lost_count: _builtins.int
+    """Sessions begun anew since the start because their owner did not answer."""
+    head_read_count: _builtins.int
+    """Reads of heads since the start."""
+    head_change_count: _builtins.int
+    """Changes of heads since the start."""
+    no_answer_count: _builtins.int
+    """Questions to the bucket without an answer in time, since the start."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetNode]:
+        """The stores of the fleet, by node."""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        bucket: _builtins.str = ...,
+        is_sure: _builtins.bool = ...,
+        problem: _builtins.str = ...,
+        private_session_count: _builtins.int = ...,
+        owned_session_count: _builtins.int = ...,
+        unsure_session_count: _builtins.int = ...,
+        guest_count: _builtins.int = ...,
+        arrived_session_count: _builtins.int = ...,
+        arrived_token_count: _builtins.int = ...,
+        arrived_bytes: _builtins.int = ...,
+        yielded_session_count: _builtins.int = ...,
+        superseded_session_count: _builtins.int = ...,
+        owner_lost_count: _builtins.int = ...,
+        head_read_count: _builtins.int = ...,
+        head_change_count: _builtins.int = ...,
+        no_answer_count: _builtins.int = ...,
+        nodes: _abc.Iterable[Global___FleetNode] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_bytes", b"arrived_bytes", "arrived_session_count", b"arrived_session_count", "arrived_token_count", b"arrived_token_count", "bucket", b"bucket", "guest_count", b"guest_count", "head_change_count", b"head_change_count", "head_read_count", b"head_read_count", "is_sure", b"is_sure", "no_answer_count", b"no_answer_count", "node", b"node", "nodes", b"nodes", "owned_session_count", b"owned_session_count", "owner_lost_count", b"owner_lost_count", "private_session_count", b"private_session_count", "problem", b"problem", "superseded_session_count", b"superseded_session_count", "unsure_session_count", b"unsure_session_count", "yielded_session_count", b"yielded_session_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fleet: _TypeAlias = Fleet  # noqa: Y015
+
+@_typing.final
+class FleetNode(_message.Message):
+    """A store of a fleet, by what it has said of itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
+    IS_SELF_FIELD_NUMBER: _builtins.int
+    TAKEN_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    IS_ANSWERING_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """Id of its data directory."""
+    address: _builtins.str
+    """Where other stores reach it."""
+    beat: _builtins.int
+    """How often it has said so since its data directory was made."""
+    is_self: _builtins.bool
+    """Whether it is the store that was asked."""
+    taken_session_count: _builtins.int
+    """Sessions that others took over while it did not answer, and of which it has not heard yet."""
+    is_answering: _builtins.bool
+    """Whether it answers now."""
+    problem: _builtins.str
+    """Why it does not answer, or why its record cannot be read. Empty for none."""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        address: _builtins.str = ...,
+        beat: _builtins.int = ...,
+        is_self: _builtins.bool = ...,
+        taken_session_count: _builtins.int = ...,
+        is_answering: _builtins.bool = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beat", b"beat", "is_answering", b"is_answering", "is_self", b"is_self", "node", b"node", "problem", b"problem", "taken_session_count", b"taken_session_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetNode: _TypeAlias = FleetNode  # noqa: Y015

@@ -11,14 +11,14 @@ check what moves.
 import argparse
 import random
 import sys
-from collections.abc import AsyncIterator, Coroutine, Generator
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
 from ctxcache.core.fleet import claims as production
-from ctxcache.core.fleet.claims import Busy, Claims, Left, Verdict
-from ctxcache.core.fleet.heads import Head, Name, Secret, Source
+from ctxcache.core.fleet.claims import Busy, Claims, Left, Source, Verdict
+from ctxcache.core.fleet.heads import Head, Name, Secret
 from ctxcache.core.fleet.register import Entry, NoAnswer, Refused
 from ctxcache.core.fleet.tenure import Tenure
 
@@ -85,10 +85,14 @@ class MemoryRegister:
             return "guessed"
         raise NoAnswer
 
-    async def paths(self, beginning: str) -> AsyncIterator[str]:
+    async def remove(self, path: str) -> None:
+        """See Register."""
+        self._world.objects.pop(path, None)
+
+    async def paths(self, folder: str) -> AsyncIterator[str]:
         """See Register."""
         for path in list(self._world.objects):
-            if path.startswith(beginning):
+            if path.startswith(folder):
                 yield path
 
 
@@ -162,6 +166,7 @@ class Node:
     def restore(self, name: Name, uid: str) -> None:
         """See Copies."""
         self.named[name] = self.guests.pop(uid)
+        self.world.given = {pair for pair in self.world.given if pair[0] != uid}
 
     async def land(self, name: Name, uid: str, offer: object) -> bool:
         """See Copies."""
@@ -185,9 +190,9 @@ class Node:
         if owner is None or owner.is_down or owner.is_frozen or owner.is_cut or self.is_cut or fate == "lost":
             raise NoAnswer
         owner.claims.yielded(name, source.uid, term)
-        self.world.yields[source.uid] = name
         if fate != "done":
             raise NoAnswer
+        self.world.given.add((source.uid, self.letter))
         return Offered(owner, source.uid)
 
     # -- what runs ---------------------------------------------------------------------------------
@@ -259,13 +264,14 @@ class World:
 
     seed: int
     control: str = ""
-    numbers: count[int] = field(default_factory=lambda: count(1))
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
     objects: dict[str, Entry] = field(default_factory=dict)
     late: list[tuple[str, bytes, str | None, Node]] = field(default_factory=list)
     step: int = 0
     heads: dict[str, list[tuple[int, Head]]] = field(default_factory=dict)
     contents: dict[str, list[int]] = field(default_factory=dict)
-    yields: dict[str, Name] = field(default_factory=dict)
+    given: set[tuple[str, str]] = field(default_factory=set)
+    """Copies that were given up, by uid, and to which node."""
     moves: int = 0
 
     def __post_init__(self) -> None:
@@ -302,7 +308,7 @@ class World:
         # A session that has no head yet is its host's alone, and learns of another one when it is published.
         is_published = any(head.uid == rows.uid for _, head in history)
         for begun, head in history[-1:] if is_published else ():
-            if head.source is not None and head.source.uid == rows.uid and rows.uid in self.yields:
+            if head.past and head.past[-1] == rows.uid and (rows.uid, head.node) in self.given:
                 raise Broken("a copy goes on that was given up and taken over")
             if head.node != node.letter and begun < node.heard_beat_begun and node.claims.is_here(name):
                 raise Broken("a copy goes on though a beat has said that it was taken")

@@ -24,7 +24,8 @@ from ctxcache.wire.methods import unchanging
 
 Code = grpc.StatusCode
 ADMIN = "/ctxcache.v1.AdminService/"
-NAMES = {"user": "team", "operator": "ops:operator"}
+PEERS = "/ctxcache.v1.PeerService/"
+NAMES = {"user": "team", "operator": "ops:operator", "peer": "stores:peer"}
 READS = ("Get", "List", "WhyMiss", "Lookup", "Match")
 """Beginnings of the names of rpcs that change nothing."""
 
@@ -92,11 +93,19 @@ async def test_nobody_calls_anything(channel: grpc.aio.Channel) -> None:
             assert await answered(channel, path, metadata) is Code.UNAUTHENTICATED, path
 
 
+async def test_a_peer_asks_what_stores_ask_and_nothing_else(channel: grpc.aio.Channel) -> None:
+    """Of any tenant; of an empty request the first thing that is wrong is told."""
+    for path in rpcs():
+        found = await answered(channel, path, by("peer"))
+        assert (found is Code.PERMISSION_DENIED) == (not path.startswith(PEERS)), path
+
+
 async def test_a_user_administers_nothing_and_acts_for_nobody(channel: grpc.aio.Channel) -> None:
     """Whatever it names in its metadata; and it may call everything else."""
     for path in rpcs():
         found = await answered(channel, path, by("user"))
-        assert (found is Code.PERMISSION_DENIED) == (path.startswith(ADMIN) or is_of_memory(path)), path
+        is_for_others = path.startswith((ADMIN, PEERS)) or is_of_memory(path)
+        assert (found is Code.PERMISSION_DENIED) == is_for_others, path
         elsewhere = await answered(channel, path, by("user", tenant="ops"))
         assert elsewhere is Code.PERMISSION_DENIED or elsewhere is found, path
 

@@ -3,18 +3,20 @@
 Takes the settings that `serve` takes, so that it speaks of the same directories and sizes.
 """
 
+import enum
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from ctxcache.cli.call import CliCall, call_of
 from ctxcache.cli.config import doubts
 from ctxcache.cli.doctor import Finding, degraded, disks, fatal, machine, ok
+from ctxcache.cli.doctor.bucket import bucket
 from ctxcache.cli.documents import Plain, examples
-from ctxcache.cli.options import SHARED_OPTIONS
+from ctxcache.cli.options import SHARED_OPTIONS, option
 from ctxcache.cli.settings import load_settings, taking_settings
 from ctxcache.errors import CacheError, CorruptMetadata
 from ctxcache.server.starting import Check, checks_beside
@@ -25,18 +27,39 @@ from ctxcache.storage.opening import ssd_directories_of
 app = typer.Typer()
 
 
-@app.command(
-    "doctor", epilog=examples("ctxcache doctor", "ctxcache doctor --config ctxcache.toml --output json")
+class Part(enum.StrEnum):
+    """What is looked at alone, where not everything is."""
+
+    BUCKET = "bucket"
+
+
+PART = option(
+    "part",
+    Annotated[
+        Part | None,
+        typer.Argument(help="Look at this alone: `bucket` tries that of a fleet.", show_default=False),
+    ],
 )
-@taking_settings(shared=SHARED_OPTIONS)
+
+
+@app.command(
+    "doctor",
+    epilog=examples(
+        "ctxcache doctor",
+        "ctxcache doctor --config ctxcache.toml --output json",
+        "ctxcache doctor bucket --fleet-bucket s3://kv/fleet",
+    ),
+)
+@taking_settings(PART, shared=SHARED_OPTIONS)
 def doctor(context: typer.Context, **given: Any) -> None:
     """Say what this machine offers a server, what is used instead of what is missing, and what to do.
 
     Exits with 0, or with the code that `ctxcache serve` would fail with.
     """
+    part = given.pop("part")
     settings = load_settings(given)
     call = call_of(context, given)
-    findings = list(examine(settings, call))
+    findings = list(bucket(settings) if part is Part.BUCKET else examine(settings, call))
     # All probes are asked, also behind one that is fatal: one run shows all there is to do.
     failures = [finding.failure for finding in findings if finding.failure is not None]
     call.show_facts(_facts(findings), _text(findings))
@@ -70,6 +93,8 @@ def examine(settings: Settings, call: CliCall) -> Iterator[Finding]:
     yield machine.clock()
     yield machine.store_time(settings)
     yield machine.odd_settings(doubts(settings))
+    if settings.fleet_bucket:
+        yield from bucket(settings)
     yield server
     yield machine.gpu()
     yield machine.reads_into_gpu()

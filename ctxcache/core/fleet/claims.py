@@ -13,13 +13,13 @@ heard of it. No host's clock is compared with another's.
 Knows no transport and no rows. Worst case: the register does not answer; what is here is served on.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from ctxcache.core.fleet.heads import Head, Name, NodeRecord, Secret, Source, node_path
+from ctxcache.core.fleet.heads import Head, Name, NodeRecord, Secret, node_path
 from ctxcache.core.fleet.register import Entry, NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure, Turn, step
 
@@ -55,6 +55,14 @@ class Busy(Exception):
 
 class Left(Exception):
     """The owner has no such copy any more."""
+
+
+class Source(NamedTuple):
+    """A copy on another host, as a head names it."""
+
+    node: str
+    address: str
+    uid: str
 
 
 class Peers(Protocol):
@@ -109,11 +117,22 @@ class Counts:
     head_reads: int = 0
     head_changes: int = 0
     arrived: int = 0
+    arrived_tokens: int = 0
+    arrived_bytes: int = 0
     yielded: int = 0
     taken_from_silent: int = 0
     superseded: int = 0
     """Copies that lost their name though nobody had asked for them."""
     no_answers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFacts:
+    """A store's place in its fleet, for whoever watches. `tenures`: sessions used since the start."""
+
+    counts: Counts
+    tenures: Mapping[Tenure, int]
+    is_sure: bool
 
 
 class Claims:
@@ -140,6 +159,8 @@ class Claims:
         """Heads of sessions that are absent here, for whoever creates one of that name."""
         self._coming: set[str] = set()
         """Uids of copies that this host is about to own: they are not given up before it does."""
+        self._owed: dict[str, Source] = {}
+        """By the uid of a copy whose head was put, perhaps: where its rows are, which have not come."""
         self._noted: set[str] = set()
         """Paths of heads that were noted as taken from this node, and not changed by it since."""
         self.losses: dict[Name, Loss] = {}
@@ -166,6 +187,10 @@ class Claims:
         copy = self._claimed.get(name)
         return 0 if copy is None else copy.term
 
+    def tenures(self) -> Iterator[Tenure]:
+        """The tenures of all copies with names that are known."""
+        return (copy.tenure for copy in self._claimed.values())
+
     def created(self, name: Name) -> bool:
         """A session was made here. Returns whether its head is to be written before it is used.
 
@@ -191,6 +216,7 @@ class Claims:
             del self._claimed[name]
         self._noted &= {self._secret.head_path(name) for name in self._claimed}
         self._seen.clear()
+        self._owed.clear()
         self.losses.clear()
 
     async def settle(self, name: Name) -> Verdict:
@@ -266,14 +292,14 @@ class Claims:
                 return await self._renew(name, entry, head)
             self._owned(name, entry, head)
             return Verdict.HERE
-        if head.source is not None:
+        if head.uid in self._owed:
             # Taken over, and the answer was lost before anything came.
-            return await self._fetch(name, entry, head, head.source, head.uid)
+            return await self._fetch(name, entry, head, self._owed[head.uid], head.uid)
         return self._absent(name, entry, head, Loss.LEFT)
 
     async def _renew(self, name: Name, entry: Entry, head: Head) -> Verdict | None:
         """Own by a new term what the head names this node for."""
-        made = head.followed_by(self._mine(head.uid, head.source))
+        made = head.followed_by(self._mine(head.uid))
         with self._awaited(head.uid):
             found = await self._put(name, made, entry)
         if found is None or found.body != self._secret.write(made):
@@ -303,13 +329,15 @@ class Claims:
         # What was asked for meanwhile has been created here by somebody else.
         if self._copies.uid(name) is not None:
             return None
+        self._owed[uid] = source
         # Also where the head names this node already: another one may have changed it since it was read.
-        made = head.followed_by(self._mine(uid, source))
+        made = head.followed_by(self._mine(uid))
         entry_made = await self._put(name, made, entry)
         if entry_made is None or entry_made.body != self._secret.write(made):
             return None
         entry, head = entry_made, made
         # From here on the session is ours. Rows that do not come are computed.
+        del self._owed[uid]
         with self._awaited(uid):
             has_landed = await self._copies.land(name, uid, offer)
         if not has_landed:
@@ -383,8 +411,8 @@ class Claims:
         await self._put(name, made, copy.entry)
         self._claimed.pop(name, None)
 
-    def _mine(self, uid: str, source: Source | None = None) -> Head:
-        return Head(uid, self.node, self.incarnation, self.address, 1, self._nonce(), source)
+    def _mine(self, uid: str) -> Head:
+        return Head(uid, self.node, self.incarnation, self.address, 1, self._nonce())
 
     async def _put(self, name: Name, made: Head, before: Entry | None) -> Entry | None:
         """What is there when a head of ours was put, or refused."""

@@ -36,21 +36,12 @@ class ForeignObject(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where rows of a session were when its head was written: a copy on another host."""
-
-    node: str
-    address: str
-    uid: str
-
-
-@dataclass(frozen=True, slots=True)
 class Head:
     """Who continues a session.
 
     `node` and `incarnation` own it: a store, and one run of it. `term` grows with each owner, and `nonce` is
     drawn for every change, so that two heads with equal bytes are one. `uid` is that of the owner's copy,
-    `source` the copy that it came from. `past`: uids of copies that had the name before, the last ones; None:
+    `past`: uids of copies that had the name before, the last ones; None:
     so many that any copy may have had it. A deleted head says that there is no such session.
     """
 
@@ -60,7 +51,6 @@ class Head:
     address: str
     term: int
     nonce: str
-    source: Source | None = None
     past: tuple[str, ...] | None = ()
     is_deleted: bool = False
 
@@ -128,12 +118,8 @@ class Secret:
     def read_head(self, body: bytes) -> Head:
         """A head from its bytes. Raises ForeignObject."""
         facts = self._read(Head, body)
-        source, past = facts.pop("source"), facts.pop("past")
-        return _made(
-            Head,
-            facts
-            | {"source": source and _made(Source, source), "past": None if past is None else tuple(past)},
-        )
+        past = facts.pop("past")
+        return _made(Head, facts | {"past": None if past is None else tuple(past)})
 
     def read_node(self, body: bytes) -> NodeRecord:
         """A node record from its bytes. Raises ForeignObject."""

@@ -296,6 +296,23 @@ class Feed:
         self.policy.resized(standing.name, standing.facts())
         self._heard_count += 1
 
+    def renamed(self, session: Session) -> None:
+        """The session has another name: to the policy the one has ended, and the other was there before."""
+        before = self.standings[session.uid]
+        self.policy.ended(before.name)
+        for watcher in self._forget(before):
+            watcher.ended(session.uid)
+        standing = self._appear(session)
+        standing.coming_count = before.coming_count
+        if session.use is Use.IDLE:
+            facts = standing.recall(before.turn_count)
+            self.policy.recalled(standing.name, facts, 0.0, is_watched=False)
+        else:
+            self.policy.arrived(standing.name, self._now_s())
+        self._heard_count += 1
+        self.settled(session)
+        self.fell(session)
+
     def accessed(self, session: Session, now_s: float, *, is_first: bool) -> None:
         """An access begins; `is_first`: the session was idle until now."""
         standing = self.standings[session.uid]

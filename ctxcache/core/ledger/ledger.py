@@ -582,6 +582,11 @@ class Ledger:
         """An access that is over at once."""
         self._visit(session)
 
+    def renamed(self, session: Session, session_id: str) -> None:
+        """A session has another id from here on, which is free."""
+        self.names.rename(session, session_id)
+        self._feed.renamed(session)
+
     def pinned(self, session: Session, *, is_pinned: bool) -> None:
         """The session may leave for others, or may not."""
         session.is_pinned = is_pinned

@@ -41,6 +41,12 @@ class Names:
         # Sorted at insertion: pages of a listing are cut by bisection, with a million sessions.
         insort(self._ids.setdefault(session.tenant, []), session.session_id)
 
+    def rename(self, session: Session, session_id: str) -> None:
+        """A session that is not dormant has another id from here on, which is free."""
+        self.forget(session)
+        session.session_id, session.name = session_id, f"sessions/{session_id}"
+        self.add(session)
+
     def forget(self, session: Session) -> None:
         """A session or block is gone: its name is free."""
         del self.by_uid[session.uid]

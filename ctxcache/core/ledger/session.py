@@ -134,6 +134,8 @@ class ExpiryQueue:
 # meet.
 BLOCKS = "blocks/"
 """The beginning of blocks' ids: no session's id has a slash."""
+GUESTS = "~"
+"""The beginning of guests' ids, which sorts behind every id that a client can ask for."""
 HEAT_HALF_LIFE_NS = 600 * 10**9
 BEGIN = attrgetter("begin")
 

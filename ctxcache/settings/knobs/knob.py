@@ -30,6 +30,7 @@ class KnobKind(enum.Enum):
     FILE = "FILE"
     PATH = "PATH"
     ADDRESS = "HOST:PORT"
+    URL = "URL"
     SIZE = "SIZE"
     SHARE = "SHARE"
     SECONDS = "TIME"
@@ -56,6 +57,7 @@ _UNITS = {
     KnobKind.FILE: "path",
     KnobKind.PATH: "path",
     KnobKind.ADDRESS: "`host:port`",
+    KnobKind.URL: "URL",
     KnobKind.SIZE: "bytes",
     KnobKind.SHARE: "share",
     KnobKind.SECONDS: "seconds",

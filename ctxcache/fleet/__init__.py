@@ -1,0 +1,466 @@
+"""The fleet: this store among those of other hosts. Owned by the event loop.
+
+    services ──► Fleet (whereabouts) ──► Claims ──► register     who continues a session
+                   │                        └─────► Asking       its owner, over gRPC
+                   └── Arrival ◄── bulk channel of the owner     its rows
+
+`core/fleet/` decides; what a decision does to sessions and sockets is here. Worst case: the bucket does not
+answer; the sessions that are here are served on, and what another host has is computed.
+"""
+
+import asyncio
+import logging
+import secrets
+import ssl
+import time
+import uuid
+from collections import Counter
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ctxcache.cache import Cache
+from ctxcache.client.credentials import ClientTls, OwnTokenFile
+from ctxcache.core.fleet.claims import Claims, FleetFacts, Left, Loss, Verdict
+from ctxcache.core.fleet.heads import NODES, ForeignObject, Name, NodeRecord, Secret
+from ctxcache.core.fleet.register import NoAnswer, Register, put
+from ctxcache.core.fleet.tenure import Tenure
+from ctxcache.core.history import Event
+from ctxcache.core.ledger.session import GUESTS, Expiration, Session
+from ctxcache.errors import CacheError, InvalidConfiguration, SessionMoved, SessionNotFound, Unavailable
+from ctxcache.fleet.arrival import Arrival, Offer, bring
+from ctxcache.fleet.peers import Asking, Former
+from ctxcache.runtime.threads import started_pool
+from ctxcache.service import convert, validate
+from ctxcache.service.admission import Admission
+from ctxcache.service.fairness import LoopSlice, Turns
+from ctxcache.storage.bucket_probe import FEW_RACERS, probe
+from ctxcache.v1 import operations_pb2
+
+log = logging.getLogger(__name__)
+GUEST_TTL_NS = 3600 * 10**9
+"""How long a guest is kept. A host that cannot be reached keeps what was deleted elsewhere no longer."""
+PUBLISH_INTERVAL_S = 1.0
+FORGET_INTERVAL_S = 60.0
+BEATS_OF_DOUBT = 3
+"""Beats that may fail before this host asks the bucket for each session again."""
+THREADS = 16
+"""Questions to other hosts and arrivals at a time."""
+PROVEN_FOR_S = 86400.0
+"""How long a bucket is taken to honour conditions before it is tried again."""
+COMING_AT_ONCE = 64
+"""Sessions of one look-up that are asked for at a time."""
+ANNOUNCED_AT_ONCE = 16
+FLEET = "v1/fleet"
+"""The path of the object by which a store finds out whether the bucket is of its fleet."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetNode:
+    """Another store of the fleet, or this one, by its last beat."""
+
+    record: NodeRecord
+    is_self: bool
+    problem: str = ""
+
+
+class Fleet:
+    """This store's place among others. See `Whereabouts` for what the services ask of it."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        register: Register,
+        secret: Secret,
+        *,
+        bucket: str,
+        node: str,
+        beat_s: float,
+        calls: Admission,
+        tls: ClientTls | None,
+        token: OwnTokenFile | None,
+    ) -> None:
+        """`calls`: the admission in which arrivals count."""
+        self._cache, self._register, self._secret, self._bucket = cache, register, secret, bucket
+        self._calls, self._beat_s = calls, beat_s
+        self._turns = Turns()
+        self._tls: ssl.SSLContext | None = None if tls is None else tls.context()
+        self._threads: ThreadPoolExecutor = started_pool(THREADS, "fleet")
+        self._asking = Asking(self._threads, tls, token)
+        self.claims = Claims(
+            register,
+            secret,
+            self._asking,
+            self,
+            node=node,
+            incarnation=secrets.token_hex(8),
+            address="",
+            nonce=partial(secrets.token_hex, 8),
+            new_uid=lambda: uuid.uuid4().hex,
+        )
+        self._announcing = asyncio.Semaphore(ANNOUNCED_AT_ONCE)
+        self._settling: dict[Name, asyncio.Task[Verdict]] = {}
+        self._background: set[asyncio.Task[object]] = set()
+        self._former: dict[str, Former] = {}
+        """By a guest's uid, what it had before."""
+        self._heard_s = time.monotonic()
+        self._proven_s = 0.0
+        """When the bucket was last found to honour conditions."""
+        self.problem = ""
+        """Why the bucket was not heard at the last beat; empty where it was."""
+        self.superseded = asyncio.Event()
+        """Set when another process has this store's name, and this one has to end."""
+
+    # -- from the start to the end -------------------------------------------------------------------
+
+    async def open(self, address: str) -> None:
+        """Take this store's place. A bucket without an answer is waited for in the background.
+
+        `address`: where other stores reach this one. Raises InvalidConfiguration for a bucket that ignores
+        conditions, or is of another fleet.
+        """
+        self.claims.address = address
+        try:
+            await self._prove()
+            await self.claims.beat()
+        except NoAnswer as error:
+            self._note_silence(error)
+        except ForeignObject as error:
+            raise InvalidConfiguration(source="fleet_bucket", problem=str(error)) from error
+
+    async def _prove(self) -> None:
+        """Raise InvalidConfiguration, ForeignObject or NoAnswer unless the bucket is what a fleet needs."""
+        if self._proven_s and time.monotonic() - self._proven_s < PROVEN_FOR_S:
+            return
+        for tried in await probe(self._register, FEW_RACERS):
+            if tried.is_silent:
+                raise NoAnswer(tried.problem)
+            if tried.problem:
+                problem = f"no fleet can rest on this bucket: {tried.problem}"
+                raise InvalidConfiguration(source="fleet_bucket", problem=problem)
+        mark = self._secret.write(NodeRecord("fleet", "", "", 0, ""))
+        found = await put(self._register, FLEET, mark, None)
+        if found is not None:
+            self._secret.read_node(found.body)
+        self._proven_s = time.monotonic()
+
+    async def run(self) -> None:
+        """Beat, publish and tidy up for ever; ends by cancellation."""
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._beat())
+            loops.create_task(self._publish())
+            loops.create_task(self._forget())
+
+    async def close(self) -> None:
+        """End what runs. Nothing is given up: the sessions are this host's when it comes back."""
+        for task in (*self._settling.values(), *self._background):
+            task.cancel()
+        await asyncio.gather(*self._settling.values(), *self._background, return_exceptions=True)
+        self._asking.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._beat_s)
+            try:
+                await self._prove()
+                if not await self.claims.beat():
+                    log.error("fleet_superseded node=%s", self.claims.node)
+                    self.superseded.set()
+                    return
+            except NoAnswer as error:
+                self._note_silence(error)
+            except (ForeignObject, CacheError) as error:
+                self.problem = str(error)
+                log.error("fleet_bucket_unusable error=%s", error)  # noqa: TRY400  the sentence says all
+                self.claims.doubt()
+            else:
+                self._heard_s = time.monotonic()
+                if self.problem:
+                    log.info("fleet_bucket_heard_again")
+                self.problem = ""
+
+    def _note_silence(self, error: NoAnswer) -> None:
+        if not self.problem:
+            log.warning("fleet_bucket_silent error=%s", error)
+        self.problem = str(error) or "no answer"
+        if time.monotonic() - self._heard_s > BEATS_OF_DOUBT * self._beat_s:
+            self.claims.doubt()
+
+    async def _publish(self) -> None:
+        while True:
+            await asyncio.sleep(PUBLISH_INTERVAL_S)
+            for name in self.claims.private():
+                # One that fails is not asked again for all the others at once.
+                if name not in self._settling and not await self._announce(name):
+                    break
+
+    async def _forget(self) -> None:
+        while True:
+            await asyncio.sleep(FORGET_INTERVAL_S)
+            self.claims.forget(lambda name: self._session(name) is None and name not in self._settling)
+            gone = [uid for uid in self._former if not self.has_guest(uid)]
+            for uid in gone:
+                del self._former[uid]
+
+    # -- what the services ask -----------------------------------------------------------------------
+
+    def is_here(self, tenant: str, session_id: str) -> bool:
+        """See Whereabouts."""
+        return self.claims.is_here(Name(tenant, session_id))
+
+    async def come(self, tenant: str, session_id: str) -> None:
+        """See Whereabouts."""
+        # The server chooses a name that nobody has.
+        if not session_id or self.is_here(tenant, session_id):
+            return
+        if await self._settle(Name(tenant, session_id)) is Verdict.ELSEWHERE:
+            raise SessionMoved(session=f"sessions/{session_id}")
+
+    async def all_come(self, tenant: str, session_ids: Iterable[str]) -> None:
+        """See Whereabouts."""
+        away = [Name(tenant, one) for one in session_ids if not self.is_here(tenant, one)]
+        for begin in range(0, len(away), COMING_AT_ONCE):
+            await asyncio.gather(*map(self._settle, away[begin : begin + COMING_AT_ONCE]))
+
+    async def created(self, tenant: str, session_id: str) -> None:
+        """See Whereabouts."""
+        name = Name(tenant, session_id)
+        # What another host had is taken over before the session is used. Else nobody waits for its head.
+        if not self.claims.created(name):
+            self._spawn(self._announce(name))
+        elif await self.claims.publish(name) is Verdict.ELSEWHERE:
+            raise SessionMoved(session=f"sessions/{session_id}")
+
+    async def _announce(self, name: Name) -> bool:
+        """Write the head of a session that was created here. False: the bucket does not answer."""
+        try:
+            async with self._announcing:
+                return await self.claims.publish(name) is not Verdict.UNKNOWN
+        except ForeignObject as error:
+            log.error("fleet_head_unreadable error=%s", error)  # noqa: TRY400  the sentence says all
+            return True
+
+    def deleted(self, tenant: str, session_id: str) -> None:
+        """See Whereabouts."""
+        self._spawn(self._bury(Name(tenant, session_id)))
+
+    async def _bury(self, name: Name) -> None:
+        try:
+            await self.claims.bury(name)
+        except NoAnswer as error:
+            log.warning("fleet_head_not_buried error=%s", error)
+
+    async def _settle(self, name: Name) -> Verdict:
+        """Settle a name; those who ask for one meanwhile wait for the same answer."""
+        task = self._settling.get(name)
+        if task is None:
+            task = self._settling[name] = asyncio.get_running_loop().create_task(self._settled(name))
+            task.add_done_callback(lambda _: self._settling.pop(name, None))
+        # Whoever goes away ends no one else's wait.
+        return await asyncio.shield(task)
+
+    async def _settled(self, name: Name) -> Verdict:
+        try:
+            verdict = await self.claims.settle(name)
+        except ForeignObject as error:
+            log.error("fleet_head_unreadable error=%s", error)  # noqa: TRY400  the sentence says all
+            return Verdict.UNKNOWN
+        loss = self.claims.losses.get(name)
+        if verdict is Verdict.ABSENT and loss is Loss.OWNER_LOST:
+            self._note(name, Event.OWNER_LOST, "its host does not answer")
+        return verdict
+
+    def _note(self, name: Name, event: Event, detail: str) -> None:
+        clock = self._cache.state.clock
+        self._cache.state.journal.history.note(
+            name.tenant,
+            name.session_id,
+            event,
+            time_ns=clock.wall_ns(),
+            detail=detail,
+            token_count=0,
+            trace_id="",
+        )
+
+    # -- what other stores ask -----------------------------------------------------------------------
+
+    def give_up(self, name: Name, uid: str, term: int) -> tuple[Session, Former]:
+        """Make a guest of a session that another store takes over, and tell what it was.
+
+        Raises Busy, Left.
+        """
+        self.claims.yielded(name, uid, term)
+        guest = self._guest(uid)
+        if guest is None:
+            raise Left
+        return guest, self._former.get(uid) or Former.of(guest)
+
+    async def describe(self) -> operations_pb2.Fleet:
+        """All that an operator asks. Raises Unavailable."""
+        counts, tenures = self.claims.counts, self.tenures()
+        try:
+            nodes = sorted(await self.nodes(), key=lambda node: node.record.node)
+        except NoAnswer as error:
+            raise Unavailable(target=self._bucket, problem=str(error)) from error
+        answers = await asyncio.gather(*(self._asking.problem_of(node.record.address) for node in nodes))
+        return operations_pb2.Fleet(
+            node=self.claims.node,
+            bucket=self._bucket,
+            is_sure=self.claims.is_sure,
+            problem=self.problem,
+            private_session_count=tenures[Tenure.PRIVATE],
+            owned_session_count=tenures[Tenure.OWNED],
+            unsure_session_count=tenures[Tenure.UNSURE],
+            guest_count=tenures[Tenure.GUEST],
+            arrived_session_count=counts.arrived,
+            arrived_token_count=counts.arrived_tokens,
+            arrived_bytes=counts.arrived_bytes,
+            yielded_session_count=counts.yielded,
+            superseded_session_count=counts.superseded,
+            owner_lost_count=counts.taken_from_silent,
+            head_read_count=counts.head_reads,
+            head_change_count=counts.head_changes,
+            no_answer_count=counts.no_answers,
+            nodes=[
+                operations_pb2.FleetNode(
+                    node=node.record.node,
+                    address=node.record.address,
+                    beat=node.record.beat,
+                    is_self=node.is_self,
+                    taken_session_count=len(node.record.taken or ()),
+                    is_answering=not (node.problem or problem),
+                    problem=node.problem or problem,
+                )
+                for node, problem in zip(nodes, answers, strict=True)
+            ],
+        )
+
+    async def nodes(self) -> list[FleetNode]:
+        """The stores that have said where they are. Raises NoAnswer."""
+        found = []
+        async for path in self._register.paths(NODES):
+            entry = await self._register.get(path)
+            if entry is None:
+                continue
+            try:
+                record = self._secret.read_node(entry.body)
+            except ForeignObject as error:
+                record = NodeRecord(path.removeprefix(NODES), "", "", 0, "")
+                found.append(FleetNode(record, is_self=False, problem=str(error)))
+                continue
+            found.append(FleetNode(record, is_self=record.node == self.claims.node))
+        return found
+
+    def facts(self) -> FleetFacts:
+        """This store's place in the fleet."""
+        return FleetFacts(self.claims.counts, self.tenures(), self.claims.is_sure)
+
+    def tenures(self) -> Counter[Tenure]:
+        """Sessions with names by tenure, and guests since the start."""
+        counts = Counter(self.claims.tenures())
+        counts[Tenure.GUEST] = len(self._former)
+        return counts
+
+    # -- copies: see `core.fleet.claims.Copies` ------------------------------------------------------
+
+    def _session(self, name: Name) -> Session | None:
+        session = self._cache.ledger.named(*name)
+        now_ns = self._cache.state.clock.now_ns()
+        return None if session is None or session.expire_time_ns <= now_ns else session
+
+    def _guest(self, uid: str) -> Session | None:
+        session = self._cache.ledger.get(bytes.fromhex(uid))
+        is_there = session is not None and session.session_id.startswith(GUESTS)
+        return session if is_there else None
+
+    def uid(self, name: Name) -> str | None:
+        """See Copies."""
+        session = self._session(name)
+        return None if session is None else session.uid.hex()
+
+    def is_written(self, name: Name) -> bool:
+        """See Copies."""
+        session = self._session(name)
+        return session is not None and session.is_writing
+
+    def has_guest(self, uid: str) -> bool:
+        """See Copies."""
+        return self._guest(uid) is not None
+
+    def retire(self, name: Name) -> None:
+        """See Copies."""
+        session = self._session(name)
+        if session is None:
+            return
+        # A writer learns at its next commit. It may still write to its slots: others get them later.
+        for reservation in list(self._cache.appends.reservations()):
+            if reservation.session is session:
+                self._cache.appends.release(reservation, is_abandoned=True)
+        self._former[session.uid.hex()] = Former.of(session)
+        self._cache.sessions.retire(session, self._cache.state.clock.now_ns() + GUEST_TTL_NS)
+        self._spawn(self._write_down(session))
+
+    def restore(self, name: Name, uid: str) -> None:
+        """See Copies."""
+        guest = self._guest(uid)
+        if guest is None:
+            return
+        former = self._former.pop(uid, None)
+        expiration = former.expiration if former else self._cache.sessions.default_expiration
+        is_pinned = former is not None and former.is_pinned
+        self._cache.sessions.restore(guest, name.session_id, expiration, is_pinned=is_pinned)
+        self._spawn(self._write_down(guest))
+
+    async def land(self, name: Name, uid: str, offer: object) -> bool:
+        """See Copies."""
+        assert isinstance(offer, Offer)  # noqa: S101  what `Asking` returned
+        try:
+            await self._make_room_for(name, uid, offer)
+            arrival = Arrival(self._cache, self._calls, offer, name.session_id, self._tls)
+            await bring(arrival, partial(asyncio.get_running_loop().run_in_executor, self._threads))
+            self.claims.counts.arrived_tokens += arrival.token_count
+            self.claims.counts.arrived_bytes += arrival.size_bytes
+        except CacheError as error:
+            log.warning("session_not_arrived error=%s", error)
+        return self.uid(name) == uid
+
+    async def _make_room_for(self, name: Name, uid: str, offer: Offer) -> None:
+        """An empty session of that uid, and its model, as the other store describes them."""
+        model, guest = offer.answer.model, offer.answer.session
+        pace = LoopSlice(self._turns)
+        spec = await pace.work(convert.model_spec(model))
+        registered = await self._cache.models.register(
+            name.tenant, spec, convert.model_probe(model), pace=pace
+        )
+        if registered.fingerprint != guest.model_fingerprint:
+            raise SessionNotFound(session=f"sessions/{name.session_id}")
+        remaining_ns = offer.answer.remaining.ToNanoseconds()
+        now_ns = self._cache.state.clock.now_ns()
+        ttl_ns = guest.ttl.ToNanoseconds() if guest.HasField("ttl") else None
+        await self._cache.sessions.create(
+            name.tenant,
+            name.session_id,
+            model_id=spec.model_id,
+            layout=validate.stream_ranges(guest.layout, "layout"),
+            expiration=Expiration(ttl_ns, now_ns + remaining_ns),
+            is_pinned=guest.is_pinned,
+            salt=guest.salt,
+            copies=min(guest.copies, self._cache.ledger.below.path_count),
+            labels=validate.labels(guest.labels),
+            uid=bytes.fromhex(uid),
+        )
+
+    async def _write_down(self, session: Session) -> None:
+        try:
+            await self._cache.sessions.renamed(session)
+        except CacheError as error:
+            # The record is owed. After a crash before it is written, the head says whose the session is.
+            log.warning("guest_not_recorded error=%s", error)
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,227 @@
+"""An arrival: rows of another host's guest come to a session of ours, over the other store's bulk channel.
+
+    a thread of the fleet's                      the event loop, which owns the cache
+    receives, verifies, puts in place      ──►   AppendTransfer: reserve, lend room, commit
+
+What arrives is an append: rows are listed, found by their keys and made durable exactly as those of an
+engine. Every part is verified as it comes, by the sum that its writer made where it is a whole chunk. Rows
+are committed a stretch at a time. Worst case: the other host stops in the middle; what was committed is a
+shorter session.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ctxcache.cache import Cache
+from ctxcache.errors import CacheError, ChecksumMismatch
+from ctxcache.identity import ArenaGrant
+from ctxcache.service import validate
+from ctxcache.service.admission import Admission
+from ctxcache.service.bulk_connection import AppendTransfer
+from ctxcache.service.callers import Caller
+from ctxcache.v1 import bulk_pb2, session_pb2
+from ctxcache.wire.framed_socket import VERSION, FramedSocket, FrameError, Part, SocketFrame, SocketFrameKind
+from ctxcache.wire.status import from_encoded_status
+
+log = logging.getLogger(__name__)
+CONNECT_TIMEOUT_S = 2.0
+STALL_TIMEOUT_S = 2.0
+"""How long the other host may send nothing: its user waits."""
+STRETCH_BYTES = 16 << 20
+"""About how many bytes are committed at a time."""
+STRETCH_TOKENS = 64
+COMING_LIMIT = 1 << 20
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What another host offers: a guest, and a ticket for its bulk channel at `host`."""
+
+    host: str
+    answer: Any
+    """A YieldSessionResponse."""
+
+
+class Arrival:
+    """One session that comes."""
+
+    def __init__(
+        self, cache: Cache, calls: Admission, offer: Offer, session_id: str, tls: ssl.SSLContext | None
+    ) -> None:
+        """`session_id`: of the empty session that was made for it, of the guest's layout."""
+        self._cache, self._calls, self._offer, self._tls = cache, calls, offer, tls
+        self._guest: session_pb2.Session = offer.answer.session
+        self._session_id, self._tenant = session_id, self._guest.tenant
+        self._loop = asyncio.get_running_loop()
+        self.token_count = 0
+        """Tokens that have come."""
+        self.size_bytes = 0
+
+    async def begin(self) -> AppendTransfer:
+        """Open the append. Raises what AppendSession raises for its header."""
+        transfer = AppendTransfer(self._cache)
+        header = session_pb2.AppendHeader(
+            name=f"sessions/{self._session_id}",
+            model_fingerprint=self._guest.model_fingerprint,
+            write_offset=0,
+            contents=self._guest.contents,
+            coming_token_count=min(self._guest.token_count, COMING_LIMIT),
+        )
+        caller = Caller("fleet", ArenaGrant(self._tenant))
+        await transfer.open(header, caller, self._calls)
+        return transfer
+
+    def run(self, transfer: AppendTransfer) -> None:
+        """Bring what there is, in this thread. Raises CacheError, FrameError, OSError."""
+        framed = self._connect()
+        try:
+            self._greet(framed)
+            for begin, end, ahead in self._stretches(transfer):
+                self._read(framed, transfer, begin, end, ahead)
+        finally:
+            framed.close()
+
+    # Positions behind a gap were computed with what was dropped there. One token of zeros stands for it until
+    # all has come, and is dropped then, so that no other session finds these rows by their keys.
+    def _stretches(self, transfer: AppendTransfer) -> Iterator[tuple[int, int, int]]:
+        """Tokens to ask for, and how far ahead of their indexes our positions are."""
+        layout = transfer.append.layout
+        token_bytes = sum(layout.row_bytes(spec.stream) for spec in layout.specs)
+        step = max(STRETCH_BYTES // token_bytes // STRETCH_TOKENS, 1) * STRETCH_TOKENS
+        whole, count = self._guest.whole_token_count, self._guest.token_count
+        for begin in range(0, whole, step):
+            yield begin, min(begin + step, whole), 0
+        if self.has_gap:
+            self._await(self._leave_gap(transfer))
+        for begin in range(whole, count, step):
+            yield begin, min(begin + step, count), 1
+
+    async def _leave_gap(self, transfer: AppendTransfer) -> None:
+        append = transfer.append
+        await transfer.take_back()
+        await append.make_room(append.reservation.committed + 1)
+        for stream, at in append.received.items():
+            zeros = memoryview(bytes(append.layout.row_bytes(stream)))
+            self._cache.appends.place(append.reservation, stream, at, zeros)
+            append.received[stream] = at + 1
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether a token of zeros stands behind the first `whole_token_count`."""
+        return self._guest.whole_token_count < self._guest.token_count
+
+    async def close_gap(self) -> None:
+        """Drop the token that stands for what was dropped before. Raises what TruncateSession raises."""
+        at = self._guest.whole_token_count
+        if self.has_gap and self.token_count > at:
+            await self._cache.sessions.drop(self._tenant, self._session_id, None, ((at, at + 1),))
+
+    # -- the connection ------------------------------------------------------------------------------
+
+    def _connect(self) -> FramedSocket:
+        ticket = self._offer.answer.ticket
+        if not ticket.ticket or not ticket.tcp_port:
+            raise FrameError("the other store has no bulk channel")
+        connected = socket.create_connection((self._offer.host, ticket.tcp_port), CONNECT_TIMEOUT_S)
+        if self._tls is not None:
+            try:
+                connected = self._tls.wrap_socket(connected, server_hostname=self._offer.host)
+            except OSError:
+                connected.close()
+                raise
+        framed = FramedSocket(connected)
+        # Its own time-outs are for bulk work that nobody waits for.
+        if self._tls is not None:
+            connected.settimeout(STALL_TIMEOUT_S)
+        else:
+            stall = struct.pack("ll", int(STALL_TIMEOUT_S), 0)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, stall)
+        return framed
+
+    def _greet(self, framed: FramedSocket) -> None:
+        hello = bulk_pb2.BulkHello(ticket=self._offer.answer.ticket.ticket, version=VERSION)
+        framed.send(SocketFrameKind.HELLO, hello.SerializeToString())
+        self._receive(framed, SocketFrameKind.WELCOME)
+
+    def _read(self, framed: FramedSocket, transfer: AppendTransfer, begin: int, end: int, ahead: int) -> None:
+        request = session_pb2.ReadSessionRequest(
+            name=self._guest.name,
+            model_fingerprint=self._guest.model_fingerprint,
+            if_generation_match=self._guest.generation,
+            range=session_pb2.TokenRange(begin=begin, end=end),
+            is_quiet=True,
+        )
+        framed.send(SocketFrameKind.READ, request.SerializeToString())
+        self._receive(framed, SocketFrameKind.READ_HEADER)
+        room = None
+        while (
+            frame := self._receive(framed, SocketFrameKind.CHUNK, SocketFrameKind.END)
+        ).kind is not SocketFrameKind.END:
+            chunk = bulk_pb2.BulkChunk.FromString(frame.message)
+            stream = validate.stream(chunk.stream, "chunk.stream")
+            first = chunk.token_begin + ahead
+            last = transfer.append.check(stream, first, frame.data_bytes)
+            if room is None:
+                # Room for the whole stretch at once: every stream fills it.
+                room = self._await(transfer.room(end + ahead))
+            places = room.places(stream, first, last)
+            if places is None:
+                raise FrameError("the other store sends tokens that were not asked for")
+            parts = list(map(Part, chunk.part_sizes, chunk.checksums))
+            if sum(part.size_bytes for part in parts) != frame.data_bytes:
+                raise FrameError("the parts of a chunk are not its data")
+            if not framed.receive_into(places, parts):
+                raise ChecksumMismatch(field=f"{stream} at token {first}")
+            transfer.append.received[stream] = last
+            self.size_bytes += frame.data_bytes
+        commit = session_pb2.AppendCommit(token_count=end + ahead)
+        self._await(transfer.commit(commit))
+        self.token_count = end + ahead
+
+    def _receive(self, framed: FramedSocket, *kinds: SocketFrameKind) -> SocketFrame:
+        if not framed.wait(STALL_TIMEOUT_S):
+            raise FrameError("the other store sends nothing")
+        frame = framed.receive()
+        if frame is None:
+            raise FrameError("the other store ended the connection")
+        if frame.kind is SocketFrameKind.ERROR:
+            raise from_encoded_status(frame.message, self._offer.host)
+        if frame.kind not in kinds:
+            raise FrameError(f"{frame.kind.name} is not expected here")
+        return frame
+
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def bring(
+    arrival: Arrival,
+    run: Callable[[Callable[[AppendTransfer], None], AppendTransfer], "asyncio.Future[None]"],
+) -> None:
+    """Bring a session, as far as it comes; what is lacking is logged. `run` has a thread do its work.
+
+    Raises what AppendSession raises for its header.
+    """
+    begun = time.monotonic()
+    transfer = await arrival.begin()
+    try:
+        await run(arrival.run, transfer)
+    except (CacheError, FrameError, OSError, ValueError) as error:
+        log.warning("arrival_cut_short tokens=%d error=%s", arrival.token_count, error)
+    finally:
+        await transfer.close()
+    await arrival.close_gap()
+    log.info(
+        "session_arrived tokens=%d bytes=%d seconds=%.3f",
+        arrival.token_count,
+        arrival.size_bytes,
+        time.monotonic() - begun,
+    )

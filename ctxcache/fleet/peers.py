@@ -1,0 +1,172 @@
+"""Peers: what stores of one fleet ask each other, both as the one who asks and as the one who is asked."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
+
+from grpc_health.v1 import health_pb2
+
+from ctxcache.cache import Cache
+from ctxcache.client.credentials import ClientTls, OwnTokenFile
+from ctxcache.client.wire import Wire
+from ctxcache.core.fleet.claims import Busy, Left, Source
+from ctxcache.core.fleet.heads import Name
+from ctxcache.core.fleet.register import NoAnswer
+from ctxcache.core.ledger.session import Expiration, Session
+from ctxcache.errors import CacheError, FleetNotFound, InvalidArgument, SessionNotFound, WriteInProgress
+from ctxcache.fleet.arrival import Offer
+from ctxcache.identity import ArenaGrant, Role
+from ctxcache.service import convert, validate
+from ctxcache.service.bulk import BulkListener
+from ctxcache.service.bulk_connection import TICKET_LIFETIME_NS
+from ctxcache.service.callers import Caller, Context, current
+from ctxcache.service.fairness import LoopSlice, Turns
+from ctxcache.v1 import bulk_pb2, model_pb2, peer_pb2, peer_pb2_grpc, session_pb2
+from ctxcache.wire.address import Address
+
+YIELD_TIMEOUT_S = 0.5
+"""How long an owner may take to answer: a user waits."""
+SILENT_S = 5.0
+"""How long a host that did not answer is not asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """What a guest was before it lost its name."""
+
+    expiration: Expiration
+    expire_time_ns: int
+    is_pinned: bool
+
+    @classmethod
+    def of(cls, session: Session) -> Self:
+        """What a session is now."""
+        return cls(session.expiration, session.expire_time_ns, session.is_pinned)
+
+
+class Asking:
+    """Asks other hosts. Calls run in threads, so that one that hangs holds up no other."""
+
+    def __init__(
+        self, threads: ThreadPoolExecutor, tls: ClientTls | None, token: OwnTokenFile | None
+    ) -> None:
+        self._threads, self._tls, self._token = threads, tls, token
+        self._wires: dict[str, Wire] = {}
+        self._silent_until: dict[str, float] = {}
+
+    async def yield_(self, name: Name, source: Source, term: int) -> Offer:
+        """See `core.fleet.claims.Peers`."""
+        if self._silent_until.get(source.address, 0.0) > time.monotonic():
+            raise NoAnswer(f"{source.address} did not answer a moment ago")
+        request = peer_pb2.YieldSessionRequest(
+            tenant=name.tenant, session_id=name.session_id, uid=source.uid, term=term
+        )
+        loop = asyncio.get_running_loop()
+        try:
+            answer = await loop.run_in_executor(self._threads, self._yield, source.address, request)
+        except SessionNotFound as error:
+            raise Left(str(error)) from error
+        except WriteInProgress as error:
+            raise Busy(str(error)) from error
+        except (CacheError, ValueError) as error:
+            self._silent_until[source.address] = time.monotonic() + SILENT_S
+            raise NoAnswer(f"{source.address}: {error}") from error
+        return Offer(Address.of(source.address).host, answer)
+
+    def _yield(self, address: str, request: peer_pb2.YieldSessionRequest) -> peer_pb2.YieldSessionResponse:
+        wire = self._wire(address)
+        return wire.call(wire.peers.YieldSession, request)
+
+    def _wire(self, address: str) -> Wire:
+        wire = self._wires.get(address)
+        if wire is None:
+            Address.of(address)
+            wire = self._wires[address] = Wire(address, YIELD_TIMEOUT_S, self._tls, self._token)
+        return wire
+
+    async def problem_of(self, address: str) -> str:
+        """Why a store does not answer; empty where it does."""
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, self._problem_of, address)
+        except (CacheError, ValueError) as error:
+            return str(error)
+
+    def _problem_of(self, address: str) -> str:
+        wire = self._wire(address)
+        answer = wire.call(wire.check_health, health_pb2.HealthCheckRequest())
+        return "" if answer.status == health_pb2.HealthCheckResponse.SERVING else "draining"
+
+    def close(self) -> None:
+        """End every connection."""
+        for wire in self._wires.values():
+            wire.close()
+        self._wires.clear()
+
+
+class PeerService(peer_pb2_grpc.PeerServiceServicer):
+    """See proto/ctxcache/v1/peer.proto."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        bulk: BulkListener,
+        turns: Turns,
+        give_up: Callable[[Name, str, int], tuple[Session, Former]] | None,
+    ) -> None:
+        """`give_up` makes a guest of a session, by its uid and a term; None in a store that is alone.
+
+        Raises Busy, Left.
+        """
+        self._cache, self._bulk, self._turns, self._give_up = cache, bulk, turns, give_up
+        self._clock = cache.state.clock
+
+    async def YieldSession(
+        self, request: peer_pb2.YieldSessionRequest, context: Context
+    ) -> peer_pb2.YieldSessionResponse:
+        """See the proto."""
+        tenant = validate.tenant(request.tenant)
+        if not tenant:
+            raise InvalidArgument(field="tenant", problem="is required")
+        session_id = validate.session_id(f"sessions/{request.session_id}", "session_id")
+        term = validate.within(request.term, 1, 2**62, "term")
+        if len(request.uid) != 32 or not all(digit in "0123456789abcdef" for digit in request.uid):
+            raise InvalidArgument(field="uid", problem="is not 32 hexadecimal digits")
+        name, give_up = f"sessions/{session_id}", self._give_up
+        if give_up is None:
+            raise FleetNotFound
+        # The ticket first: where there is none to be had, nothing is given up.
+        ticket = self._ticket(tenant)
+        try:
+            guest, former = give_up(Name(tenant, session_id), request.uid, term)
+        except Left:
+            raise SessionNotFound(session=name) from None
+        except Busy:
+            raise WriteInProgress(session=name) from None
+        view = guest.view()
+        model = self._cache.models.get(tenant, view.model_id)
+        encoded = await LoopSlice(self._turns).work(convert.encoded_model(model))
+        if model.probe is not None:
+            encoded += convert.encoded_probe(model.probe)
+        told = session_pb2.Session.FromString(convert.whole_session(view, self._clock))
+        told.is_pinned = former.is_pinned
+        told.ClearField("ttl")
+        if former.expiration.ttl_ns is not None:
+            told.ttl.CopyFrom(convert.duration(former.expiration.ttl_ns))
+        return peer_pb2.YieldSessionResponse(
+            session=told,
+            model=model_pb2.Model.FromString(encoded),
+            remaining=convert.duration(max(former.expire_time_ns - self._clock.now_ns(), 0)),
+            ticket=ticket,
+        )
+
+    def _ticket(self, tenant: str) -> bulk_pb2.BulkTicket:
+        caller = Caller(current().subject, ArenaGrant(tenant, Role.PEER))
+        return bulk_pb2.BulkTicket(
+            ticket=self._bulk.tickets.issue(caller),
+            tcp_port=self._bulk.tcp_port,
+            expire_time=convert.timestamp(self._clock.wall_ns() + TICKET_LIFETIME_NS),
+        )

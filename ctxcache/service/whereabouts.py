@@ -1,0 +1,53 @@
+"""Whereabouts: where a session goes on, in a fleet of hosts. A store that is alone has them all.
+
+The services ask before they look a session up by its name. A session that another host has comes here then,
+or stays there and is refused.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Whereabouts(Protocol):
+    """What the services ask about sessions' names."""
+
+    def is_here(self, tenant: str, session_id: str) -> bool:
+        """Whether a session, or the absence of one, is known here with nothing to wait for."""
+
+    async def come(self, tenant: str, session_id: str) -> None:
+        """Have a session come here that another host has. Whether there is one, the store says then.
+
+        Raises SessionMoved while another host is writing it.
+        """
+
+    async def all_come(self, tenant: str, session_ids: Iterable[str]) -> None:
+        """As `come`, for many; those that stay elsewhere are not here then, and nothing is raised."""
+
+    async def created(self, tenant: str, session_id: str) -> None:
+        """A session was created here. Raises SessionMoved where another host has its name."""
+
+    def deleted(self, tenant: str, session_id: str) -> None:
+        """A session was deleted here."""
+
+
+class _Alone:
+    """No other host has anything."""
+
+    def is_here(self, tenant: str, session_id: str) -> bool:  # noqa: ARG002  the protocol's
+        """See Whereabouts."""
+        return True
+
+    async def come(self, tenant: str, session_id: str) -> None:
+        """See Whereabouts."""
+
+    async def all_come(self, tenant: str, session_ids: Iterable[str]) -> None:
+        """See Whereabouts."""
+
+    async def created(self, tenant: str, session_id: str) -> None:
+        """See Whereabouts."""
+
+    def deleted(self, tenant: str, session_id: str) -> None:
+        """See Whereabouts."""
+
+
+ALONE: Whereabouts = _Alone()

@@ -1,0 +1,67 @@
+"""Knobs of a store that is one of several, on as many hosts."""
+
+from ctxcache.settings.knobs.knob import Knob, KnobKind, Section
+
+FLEET = Section(
+    "Fleet",
+    "A store on every host: a conversation goes on wherever it lands.",
+    (
+        Knob(
+            name="fleet_bucket",
+            kind=KnobKind.URL,
+            default="",
+            help="Bucket in which hosts agree who continues a session, s3://BUCKET/PREFIX; empty for none.",
+            more=(
+                "Also gs://, az:// and, for stores of one machine, file:///DIRECTORY. Credentials and"
+                " endpoint come from the service's own variables, as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL."
+                " A bucket that does not honour conditions is refused. Needs `pip install"
+                " 'ctxcache[fleet]'`. See fleet.md."
+            ),
+            advice="one bucket in the cluster's own region for all stores of a fleet",
+            watch="ctxcache_fleet_head_reads_total",
+        ),
+        Knob(
+            name="fleet_secret_file",
+            kind=KnobKind.FILE,
+            help="File of the secret that all stores of the fleet share: 16 bytes or more.",
+            more="Names in the bucket are digests under it, and what others write there is refused.",
+            advice="`openssl rand -hex 32`, one for each fleet",
+        ),
+        Knob(
+            name="fleet_address",
+            kind=KnobKind.ADDRESS,
+            default="",
+            shown="the first of `listen`",
+            help="Where other stores of the fleet reach this one.",
+            more="Their certificates are verified by `tls_client_ca`, and ours is shown to them.",
+            advice="the pod's or host's own address, never a service that may choose another store",
+        ),
+        Knob(
+            name="fleet_token_file",
+            kind=KnobKind.FILE,
+            help="Token of the role `peer` that this store shows to others that have `token_hashes`.",
+            advice="none where certificates say who a store is",
+        ),
+        Knob(
+            name="fleet_patience_s",
+            kind=KnobKind.SECONDS,
+            default=0.5,
+            help="How long the bucket may take to say who continues a session: its user waits.",
+            more="A bucket that takes longer counts as silent for that session, which is then computed.",
+            advice="0.5; less where a prompt is computed sooner than that",
+            watch="ctxcache_fleet_no_answers_total",
+            least=0.01,
+            most=30,
+        ),
+        Knob(
+            name="fleet_beat_s",
+            kind=KnobKind.SECONDS,
+            default=10.0,
+            help="How often this store says where it is, and hears what was taken over from it.",
+            more="After three beats without an answer the bucket is asked before each session is used.",
+            advice="10",
+            least=0.2,
+            most=300,
+        ),
+    ),
+)

@@ -1,0 +1,178 @@
+"""A conversation goes on wherever it lands: real stores, each a process, and one bucket."""
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from ctxcache.client import OPAQUE, TOKENS
+from ctxcache.errors import CacheError, SessionMoved, SessionNotFound
+from tests.fleet.stores import BEAT_S, Stores, User, rows_of
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[Stores]:
+    """Two stores."""
+    with Stores(tmp_path, 2) as both:
+        yield both
+
+
+def published(stores: Stores, user: User, number: int) -> None:
+    """Wait until another store can know of the session."""
+    deadline = time.monotonic() + 10
+    while user.found(number) == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_turn_finds_elsewhere_what_an_earlier_one_stored(stores: Stores) -> None:
+    """Every row moves, whichever store a turn lands at."""
+    user = User(stores, "alice")
+    user.turn(0, 1000)
+    published(stores, user, 1)
+    for turn in range(6):
+        assert user.turn(turn % 2) == 1000 + 70 * turn
+    assert user.computed == 0
+
+
+def test_the_former_store_lists_and_finds_it_no_more(stores: Stores) -> None:
+    """A session has one place: its name is listed where it goes on."""
+    user = User(stores, "alice")
+    user.turn(0)
+    published(stores, user, 1)
+    assert [session.name for session in stores.clients[0].sessions.list()] == []
+    assert [session.name for session in stores.clients[1].sessions.list()] == [user.name]
+
+
+def test_a_writer_of_the_former_store_is_cut_off(stores: Stores) -> None:
+    """A handle that was opened before the session moved continues nothing behind its new owner's tokens."""
+    user = User(stores, "alice")
+    user.turn(0, 100)
+    client, model = stores.clients[0], stores.models[0]
+    stale = client.sessions.open(client.sessions.get(user.name), model)
+    published(stores, user, 1)
+    user.turn(1)
+    tokens, rows = rows_of("alice", 100, 5, take=9)
+    with pytest.raises(CacheError):
+        stale.append({TOKENS: tokens, OPAQUE: rows})
+    assert user.found(1) == 170
+    assert user.found(0) == 170
+
+
+def test_a_session_that_is_written_stays_where_it_is(stores: Stores) -> None:
+    """Another store's turn is told that the session has moved: it computes, and saves nothing."""
+    user = User(stores, "alice")
+    user.turn(0)
+    published_elsewhere = User(stores, "bob")
+    published_elsewhere.turn(0)
+    published(stores, published_elsewhere, 1)
+    client, model = stores.clients[0], stores.models[0]
+    session = client.sessions.open(client.sessions.get(user.name), model)
+    with session.writer(10), pytest.raises(SessionMoved):
+        stores.clients[1].sessions.get(user.name)
+    assert user.found(1) == 70
+
+
+def test_what_is_deleted_at_one_store_is_gone_at_all(stores: Stores) -> None:
+    """Neither the former owner nor the present one finds it by its name, and a new one is another session."""
+    user = User(stores, "alice")
+    user.turn(0)
+    published(stores, user, 1)
+    user.delete(1)
+    time.sleep(0.3)
+    for number in (0, 1):
+        with pytest.raises(SessionNotFound):
+            stores.clients[number].sessions.get(user.name)
+    user.turn(0, 30)
+    published(stores, user, 1)
+    assert user.found(1) == 30
+
+
+def test_a_killed_store_costs_a_miss_and_no_wait(stores: Stores) -> None:
+    """The session begins anew elsewhere, at once; the killed store gives its copy up when it is back."""
+    user = User(stores, "alice")
+    user.turn(0)
+    published(stores, user, 1)
+    user.turn(1)
+    stores.processes[1].kill9()
+    begun = time.monotonic()
+    assert user.turn(0) == 0
+    assert time.monotonic() - begun < 5
+    stores.restart(1)
+    assert user.found(1) == 210
+    assert user.turn(1) == 210
+
+
+def test_a_restarted_store_has_what_nobody_took(stores: Stores) -> None:
+    """A rolling restart costs nothing."""
+    user = User(stores, "alice")
+    user.turn(0)
+    published(stores, user, 1)
+    stores.processes[1].terminate()
+    stores.restart(1)
+    assert user.turn(1) == 70
+    assert user.turn(0) == 140
+
+
+def test_a_frozen_store_wakes_up_and_serves_no_outdated_session(stores: Stores) -> None:
+    """What was taken over meanwhile is not continued at the store that slept."""
+    user = User(stores, "alice")
+    user.turn(0)
+    published(stores, user, 1)
+    with stores.frozen(1):
+        begun = time.monotonic()
+        user.turn(0)
+        assert time.monotonic() - begun < 10
+    time.sleep(4 * BEAT_S)
+    assert user.found(1) == 140
+
+
+def test_truncated_sessions_move_as_they_are(stores: Stores) -> None:
+    """What was computed with dropped tokens is not found as if it had been computed without them."""
+    user = User(stores, "alice")
+    user.turn(0, 300)
+    client, model = stores.clients[0], stores.models[0]
+    session = client.sessions.open(client.sessions.get(user.name), model)
+    before = session.drop_ranges([(100, 150)])
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            moved = stores.clients[1].sessions.get(user.name)
+            break
+        except SessionNotFound:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert (moved.token_count, moved.whole_token_count) == (250, 100)
+    assert before.token_count == 250
+    with stores.clients[1].sessions.open(moved, stores.models[1]).read() as read:
+        assert (read.array(OPAQUE) == user.rows[[*range(100), *range(150, 300)]]).all()
+
+
+def test_labels_salt_expiry_and_pins_move_along(stores: Stores) -> None:
+    """A session is at its new store what it was at the old one."""
+    client, model = stores.clients[0], stores.models[0]
+    made = client.sessions.create(
+        model, id="alice", ttl=timedelta(hours=2), salt=b"mine", labels={"user": "alice"}, is_pinned=True
+    )
+    tokens, rows = rows_of("alice", 0, 80)
+    made.append({TOKENS: tokens, OPAQUE: rows})
+    user = User(stores, "alice")
+    user.tokens, user.rows = tokens, rows
+    published(stores, user, 1)
+    moved = stores.clients[1].sessions.get("sessions/alice")
+    assert (moved.salt, dict(moved.labels), moved.is_pinned) == (b"mine", {"user": "alice"}, True)
+    assert moved.ttl is not None
+    assert moved.ttl.total_seconds() == 7200
+
+
+def test_a_new_store_joins_and_has_everything(stores: Stores) -> None:
+    """Three where there were two: the third finds what the others have."""
+    users = [User(stores, f"user{number}") for number in range(4)]
+    for number, user in enumerate(users):
+        user.turn(number % 2)
+    for user in users:
+        published(stores, user, 0)
+    third = stores.add()
+    assert [user.turn(third) for user in users] == [70] * 4
