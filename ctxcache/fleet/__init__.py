@@ -53,6 +53,9 @@ PROVEN_FOR_S = 86400.0
 COMING_AT_ONCE = 64
 """Sessions of one look-up that are asked for at a time."""
 ANNOUNCED_AT_ONCE = 16
+SAVE_WAIT_S = 1.0
+"""How long a turn waits for the one before to be saved at another store. Then it is computed alone."""
+LOOK_INTERVAL_S = 0.1
 FLEET = "v1/fleet"
 """The path of the object by which a store finds out whether the bucket is of its fleet."""
 
@@ -263,8 +266,13 @@ class Fleet:
         return await asyncio.shield(task)
 
     async def _settled(self, name: Name) -> Verdict:
+        begun = time.monotonic()
         try:
             verdict = await self.claims.settle(name)
+            # The turn before may still be being saved where it ran.
+            while verdict is Verdict.ELSEWHERE and time.monotonic() < begun + SAVE_WAIT_S:
+                await asyncio.sleep(LOOK_INTERVAL_S)
+                verdict = await self.claims.settle(name)
         except ForeignObject as error:
             log.error("fleet_head_unreadable error=%s", error)  # noqa: TRY400  the sentence says all
             return Verdict.UNKNOWN

@@ -23,6 +23,7 @@ from ctxcache.errors import (
     InvalidArgument,
     ModelFingerprintMismatch,
     PositionsNotRelocatable,
+    SessionMoved,
     SessionNotFound,
 )
 from ctxcache.format.model import ModelSpec
@@ -424,13 +425,17 @@ class TransformersEngine(Closing):
     def _open(self, name: str, turn: Turn, labels: Mapping[str, str]) -> SessionInfo:
         """The session of this resource name, made where there is none.
 
-        Where it is another model's it stays as it is, and the turn goes on with a stand-in, as a miss.
+        Where it is another model's, or another host is writing it, it stays as it is, and the turn goes on
+        with a stand-in, as a miss.
         """
         try:
             session = self._client.sessions.get(name)
         except SessionNotFound:
             id_ = name.removeprefix("sessions/")
             return self._client.sessions.create(self._own, id=id_, layout=self._layout, labels=labels).info
+        except SessionMoved as error:
+            self._miss(name, turn, error)
+            return stand_in(SessionInfo(name=name), self._own, (TOKENS, *self._layout))
         try:
             self._own.check(session)
         except ModelFingerprintMismatch as error:

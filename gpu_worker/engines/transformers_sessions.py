@@ -13,6 +13,7 @@ from ctxcache.errors import (
     CorruptSegment,
     GenerationMismatch,
     ModelFingerprintMismatch,
+    SessionMoved,
     SessionNotFound,
     TierFailure,
 )
@@ -25,7 +26,14 @@ from gpu_worker.errors import ShapeMismatch, UnsupportedDtype
 #     other misses     kept: the next turn, or another engine, may still have them
 DAMAGED = (CorruptSegment, TierFailure, ShapeMismatch, UnsupportedDtype)
 """No engine can use the store's rows: they are written again."""
-MISSES = (*DAMAGED, SessionNotFound, CapacityExceeded, GenerationMismatch, ModelFingerprintMismatch)
+MISSES = (
+    *DAMAGED,
+    SessionNotFound,
+    SessionMoved,
+    CapacityExceeded,
+    GenerationMismatch,
+    ModelFingerprintMismatch,
+)
 """Errors of a read that make a miss, and never a failed turn."""
 
 
@@ -43,9 +51,9 @@ def cut(client: Client, session: SessionInfo, token_count: int) -> SessionInfo:
 
 
 def stand_in(session: SessionInfo, model: CallerModel, layout: Iterable[Stream]) -> SessionInfo:
-    """A session of `model` without tokens, in place of `session`, which is another model's.
+    """A session of `model` without tokens, in place of `session`, which is another model's or another host's.
 
-    The store refuses every write for it: under its name and generation there are rows of the other model.
+    The store refuses every write for it: it has no such session at this generation.
     """
     return replace(
         session,

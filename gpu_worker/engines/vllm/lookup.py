@@ -22,6 +22,7 @@ from ctxcache.errors import (
     CorruptSegment,
     ModelFingerprintMismatch,
     SessionAlreadyExists,
+    SessionMoved,
     SessionNotFound,
 )
 from ctxcache.format.streams import Stream
@@ -117,7 +118,7 @@ class Lookup:
             model.check(session)
         except SessionNotFound:
             return None
-        except ModelFingerprintMismatch as error:
+        except (ModelFingerprintMismatch, SessionMoved) as error:
             self._misses.tell(name, "not used", error)
             return None
         return session if session.salt == salt else None
@@ -148,7 +149,7 @@ class Lookup:
         """A session of this name, and whether it was made just now and not by another caller meanwhile.
 
         The store chooses the name where none is given, or where the session of that name has another model or
-        salt. That session stays as it is.
+        salt, or is written at another host. That session stays as it is.
         """
 
         def create(ttl: timedelta | None, id_: str = "") -> SessionInfo:
@@ -159,7 +160,7 @@ class Lookup:
         if not self._role.saves:
             return create(STAND_IN_TTL), True
         if name:
-            with suppress(SessionAlreadyExists):
+            with suppress(SessionAlreadyExists, SessionMoved):
                 return create(new.ttl, name.removeprefix("sessions/")), True
             session = self._existing(client, model, name, new.salt)
             if session is not None:
