@@ -63,6 +63,7 @@ def replayed(options: Options, shared: Shared, policy_of: PolicyOf = served) -> 
             capacities,
             step=step,
             block_tokens=options.block_tokens if options.blocks else None,
+            is_space=options.spaces,
             teacher=teacher,
             policy_of=policy_of,
         ):

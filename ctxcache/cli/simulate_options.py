@@ -202,6 +202,12 @@ class Options:
         bool,
         typer.Option("--blocks", help="Place prefix blocks, each once whoever has it, not whole sessions."),
     ] = False
+    spaces: Annotated[
+        bool,
+        typer.Option(
+            "--spaces", help="Rank each block by itself, as a server ranks those of engines without sessions."
+        ),
+    ] = False
     block_tokens: Annotated[
         int, typer.Option(help="Tokens of a block: of the trace's hash_ids, or with --blocks.", min=1)
     ] = BLOCK_TOKENS
@@ -263,7 +269,8 @@ class Options:
         has_costs = self.has_costs(output)
         yield from (
             (NOT_OF_BLOCKS if self.blocks else (), "of sessions; prefix blocks have no tiers and no time"),
-            (() if self.blocks else ("learned_from",), "needs --blocks"),
+            (() if self.blocks else ("learned_from", "spaces"), "needs --blocks"),
+            (("hints",) if self.spaces else (), "is of sessions; a space of blocks knows none"),
             (() if self.footprint else ("dram_share",), "needs --footprint"),
             (("dram", "ssd") if self.footprint else (), "contradicts --footprint, which says the size"),
             (() if self.session_rate is not None else ("think",), "needs --session-rate"),

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 
+from ctxcache.core.placement.order import Accepts
 from ctxcache.core.placement.policy import Facts, Level, Policy
 from ctxcache.core.placement.prefixes import Prefixes
 from ctxcache.simulate.leaving import leaving
@@ -124,9 +125,8 @@ class SingleBlocks(BlockStore):
         mine = set(current)
         for block in reversed(current):
             # Each block arrives and rests by itself: to the policy it is a session whose turn takes no time.
-            count = uses.get(block, 0) + 1
             policy.arrived(block, now_s)
-            policy.idle(block, Facts(self._block_bytes, count, self._block_bytes, self._token_bytes), now_s)
+            policy.idle(block, self._facts(uses.get(block, 0)), now_s)
         new_count = sum(block not in uses for block in mine)
         left_count = max(len(uses) + new_count - self._limit, 0)
         victims = self._order.give_up(left_count, mine)
@@ -139,6 +139,100 @@ class SingleBlocks(BlockStore):
                 policy.placed(block, Level.BELOW)
             self._order.put(block, Level.BELOW)
             uses[block] = uses.get(block, 0) + 1
+
+    def _facts(self, use_count: int) -> Facts:
+        """What a policy hears of a block that was used so often before this use."""
+        return Facts(self._block_bytes, use_count + 1, self._block_bytes, self._token_bytes)
+
+
+# What a server does with the blocks of a request, and so this:
+#
+#     all of them are used, from the first to the last      each is in memory then
+#     SSD takes those that it has not, or spares them       the coldest leaves, in its place its last child
+#     memory has too many                                   the coldest leave it; a spared one is gone
+class SpaceBlocks(SingleBlocks):
+    """A space of blocks, as a server keeps it for engines that know no sessions, under any policy that ranks.
+
+    To the policy a block is a session of one turn, in which it was put; each use after that adds nothing. SSD
+    has `limit` blocks. One that is worth less than those that would have to leave for it is spared: it is in
+    memory alone, among `memory_limit` blocks, and gone when it leaves there.
+    """
+
+    def __init__(
+        self, policy: Policy, block_tokens: int, token_bytes: int, limit: int, memory_limit: int
+    ) -> None:
+        super().__init__(policy, block_tokens, token_bytes, limit)
+        self._memory_limit = memory_limit
+        self._memory: set[bytes] = set()
+        self._spared: set[bytes] = set()
+        self._known: set[bytes] = set()
+        """Blocks that were ever put: one that is put again after it left is taken to be the same."""
+        self._parents: dict[bytes, bytes] = {}
+        self._children: dict[bytes, dict[bytes, None]] = {}
+
+    def use(self, request: BlockRequest, found: int, now_s: float) -> None:  # noqa: ARG002
+        """See BlockStore."""
+        uses, policy, current = self._uses, self.policy, request.kept[: self._limit]
+        for number, block in enumerate(current):
+            policy.arrived(block, now_s)
+            policy.idle(block, self._facts(block in self._known), now_s)
+            self._known.add(block)
+            if block not in uses:
+                self._spared.add(block)
+                if number:
+                    self._parents[block] = current[number - 1]
+                    self._children.setdefault(current[number - 1], {})[block] = None
+            policy.placed(block, Level.MEMORY)
+            self._order.put(block, Level.MEMORY)
+            self._memory.add(block)
+            uses[block] = uses.get(block, 0) + 1
+        for block in current:
+            if block in self._spared and self._has_room_for(block):
+                self._spared.discard(block)
+        while len(self._memory) > self._memory_limit:
+            victim = self._first(Level.MEMORY, lambda _: True)
+            if victim in self._spared:
+                self._give_up(self._leaf(victim, self._spared.__contains__))
+            else:
+                self._memory.discard(victim)
+                policy.placed(victim, Level.BELOW)
+                self._order.put(victim, Level.BELOW)
+
+    def _has_room_for(self, block: bytes) -> bool:
+        """Whether SSD takes the block; the one that is worth least leaves for it."""
+        if len(self._uses) - len(self._spared) < self._limit:
+            return True
+        victim = self._first(Level.BELOW, lambda other: other not in self._spared)
+        if not self.policy.gives_way(victim, block):
+            return False
+        self._give_up(self._leaf(victim, lambda other: other not in self._spared))
+        return True
+
+    def _leaf(self, block: bytes, accepts: Accepts) -> bytes:
+        """The last of those that continue the block, one after the other: it leaves in the block's place."""
+        while (child := next(filter(accepts, self._children.get(block, ())), None)) is not None:
+            block = child
+        return block
+
+    def _first(self, level: Level, accepts: Accepts) -> bytes:
+        uid = self._order.first(level, accepts)
+        if uid is None:
+            raise AssertionError("a policy names nobody while there are others")
+        return uid
+
+    def _give_up(self, block: bytes) -> None:
+        del self._uses[block]
+        parent = self._parents.pop(block, None)
+        if parent is not None:
+            self._children[parent].pop(block, None)
+        self._memory.discard(block)
+        self._spared.discard(block)
+        self._order.discard(block)
+        self.policy.evicted(block)
+
+    def _facts(self, use_count: int) -> Facts:
+        # The store knows bytes: to it a block is one row.
+        return Facts(self._block_bytes, 1, 0 if use_count else self._block_bytes, self._block_bytes)
 
 
 class OptimalBlocks(BlockStore):
@@ -385,7 +479,12 @@ class BlockReplay:
         *,
         next_arrivals_s: "array[float] | None" = None,
         future: "Future | None" = None,
+        is_space: bool = False,
     ) -> None:
+        """`is_space`: the blocks are kept as a server keeps a space of them, each ranked by itself.
+
+        SSD is then as large as both tiers, since it has what memory has too.
+        """
         self._load, self.block_tokens = load, block_tokens
         self._liar = Liar(load.wrong_hint_share, load.lies)
         self._next_arrivals_s, self._future = next_arrivals_s, future
@@ -393,7 +492,10 @@ class BlockReplay:
         block_bytes = block_tokens * load.token_bytes
         limit = (load.dram_bytes + load.ssd_bytes) // block_bytes
         self.store: BlockStore
-        if future is not None:
+        if is_space:
+            memory_limit = load.dram_bytes // block_bytes
+            self.store = SpaceBlocks(policy, block_tokens, load.token_bytes, limit, memory_limit)
+        elif future is not None:
             self.store = OptimalBlocks(policy, block_tokens, load.token_bytes, limit, future)
         else:
             make = HeldBlocks if policy.ranks_holders else SingleBlocks

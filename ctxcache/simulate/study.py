@@ -97,6 +97,7 @@ def study(
     *,
     step: Step,
     block_tokens: int | None = None,
+    is_space: bool = False,
     teacher: Trace | None = None,
     policy_of: PolicyOf = served,
 ) -> Iterator[StudyOutcome]:
@@ -104,7 +105,8 @@ def study(
 
     The trace is read once for each, and before that for what needs the future: it is no iterator. The live
     footprint is of sessions, and by blocks of blocks: those that later turns ask for, whosever they are.
-    With `block_tokens` by prefix blocks, else by sessions. With a `teacher` each policy of blocks begins with
+    With `block_tokens` by prefix blocks, else by sessions; with `is_space` as a server keeps a space of
+    blocks. With a `teacher` each policy of blocks begins with
     what it learned from that trace at the same capacity.
     """
     needs_footprint = any(capacity.multiple is not None for capacity in capacities)
@@ -127,12 +129,16 @@ def study(
                     next_arrivals_s=next_arrivals_s,
                 )
                 if block_tokens is None
-                else of_blocks(sized, policy, block_tokens, next_arrivals_s, uses, policy_of)
+                else of_blocks(
+                    sized, policy, block_tokens, next_arrivals_s, uses, policy_of, is_space=is_space
+                )
             )
             if teacher is not None and isinstance(replay, BlockReplay) and policy != BELADY:
                 unhinted = replace(sized, hints=frozenset())
                 # Hints of the teacher's trace say nothing of this one's future.
-                other = of_blocks(unhinted, policy, replay.block_tokens, None, None, policy_of)
+                other = of_blocks(
+                    unhinted, policy, replay.block_tokens, None, None, policy_of, is_space=is_space
+                )
                 _teach(replay, other, teacher)
             with _uncollected():
                 tally = replay.run(trace, lambda done, policy=policy: step(policy, done))  # type: ignore[misc]
@@ -169,6 +175,8 @@ def of_blocks(
     next_arrivals_s: "array[float] | None",
     uses: "list[array[float]] | None",
     policy_of: PolicyOf,
+    *,
+    is_space: bool = False,
 ) -> BlockReplay:
     """A replay of prefix blocks under the policy of that name; Belady needs the `next_uses`."""
     capacities = Capacities(load.dram_bytes, load.ssd_bytes)
@@ -177,7 +185,7 @@ def of_blocks(
         belady = Belady(capacities, future.next_use)
         return BlockReplay(load, belady, block_tokens, future=future)
     made = policy_of(policy, capacities, MissCost(load.objective, load.prefill_tokens_per_s))
-    return BlockReplay(load, made, block_tokens, next_arrivals_s=next_arrivals_s)
+    return BlockReplay(load, made, block_tokens, next_arrivals_s=next_arrivals_s, is_space=is_space)
 
 
 def maker(policy: str, load: Load, policy_of: PolicyOf = served) -> MakePolicy:

@@ -124,6 +124,7 @@ _NOT_OF_FORMS = (
     "lies",
     "plot",
     "learned_from",
+    "spaces",
     "block_tokens",
 )
 _NOT_OF_SWEEPS = ("footprint", "dram_share", "costs", "learned_from", "block_tokens")

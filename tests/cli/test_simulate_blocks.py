@@ -56,6 +56,7 @@ def test_blocks_of_any_size(tmp_path: Path, block_tokens: int, policy: str) -> N
         ("--jobs", "2"),
         ("--lies", "phantom", "--hints", "ends", "--wrong-hints", "1"),
         ("--learned-from", "trace.jsonl", "--policies", "lru"),
+        ("--hints", "ends", "--spaces"),
     ],
     ids=lambda option: option[0],
 )
@@ -148,3 +149,15 @@ def test_belady_knows_which_blocks_come_back(tmp_path: Path) -> None:
     found = [json.loads(line)["prompt_hit_rate"] for line in ran.stdout.splitlines()]
     assert found == [0, 0.45]
     assert [json.loads(line)["prompt_hit_rate"] for line in wider.stdout.splitlines()] == [0.9, 0.9]
+
+
+def test_a_space_of_blocks_is_a_shape_of_its_own(tmp_path: Path) -> None:
+    """It needs --blocks, and finds what is there to be found."""
+    trace = trace_of(tmp_path / "trace.jsonl", 512)
+    document = json.loads(
+        ctxcache("simulate", str(trace), "--blocks", "--spaces", "-o", "json", "--policies", "value").stdout
+    )
+    refused = CliRunner().invoke(app, ["simulate", str(trace), "--spaces"])
+
+    assert document["prompt_hit_rate"] == pytest.approx(5 / 9)
+    assert (refused.exit_code, "--spaces" in refused.stderr) == (ExitCode.USAGE, True)

@@ -209,3 +209,15 @@ def test_the_footprint_by_blocks_is_of_what_is_asked_for_again() -> None:
 
     assert outcome.load.dram_bytes + outcome.load.ssd_bytes == 9 * BLOCK_TOKENS
     assert outcome.tally.prompt_tokens - outcome.tally.computed_tokens == 9 * 9 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_space_of_blocks_under_lru_is_block_lru(seed: int) -> None:
+    """Whatever memory has: SSD has it too, and of what continues a block the last leaves first."""
+    turns = tree_of_prompts(800, seed)
+    for memory_share in (0.1, 0.5):
+        load = replace(LOAD, dram_bytes=int(160 * memory_share), ssd_bytes=160 - int(160 * memory_share))
+        policy = POLICIES["lru"](Capacities(load.dram_bytes, load.ssd_bytes))
+        tally = BlockReplay(load, policy, BLOCK_TOKENS, is_space=True).run(turns)
+
+        assert tally.prompt_tokens - tally.computed_tokens == slow_block_lru(turns)
