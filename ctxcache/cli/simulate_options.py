@@ -107,6 +107,15 @@ class Options:
     ssd_price: Annotated[
         float | None, typer.Option(help="US dollars a GB of SSD and hour.", min=0, show_default="0.000082")
     ] = None
+    write_price: Annotated[
+        float | None, typer.Option(help="US dollars a TB written to SSD.", min=0, show_default="0.07")
+    ] = None
+    spare_wear: Annotated[
+        bool,
+        typer.Option(
+            "--spare-wear", help="Write only what is expected to save more than its wear; no server does yet."
+        ),
+    ] = False
     session_rate: Annotated[
         float | None,
         typer.Option(help="Sessions that begin a second, for a trace of lengths alone.", min=1e-6),
@@ -303,6 +312,7 @@ class Options:
         rules = (
             ("objective", learns, "none of the --policies weighs misses"),
             ("learned_from", learns, "none of the --policies learns"),
+            ("spare_wear", learns, "none of the --policies weighs wear"),
             ("hints", learns, "none of the --policies listens to clients"),
             (
                 "wrong_hints",
@@ -405,6 +415,7 @@ class Options:
             "gpu_hour": _price(self.gpu_price, "--gpu-price"),
             "dram_gb_hour": _price(self.dram_price, "--dram-price"),
             "ssd_gb_hour": _price(self.ssd_price, "--ssd-price"),
+            "written_tb": _price(self.write_price, "--write-price"),
         }
         is_inclusive = load.is_inclusive if self.inclusive is None else self.inclusive
         if self.resident_layers is not None and not (
@@ -416,6 +427,7 @@ class Options:
             load,
             overflow=self._overflow(load),
             is_inclusive=is_inclusive,
+            spares_wear=self.spare_wear,
             is_timed=load.is_timed if self.timed is None else self.timed,
             is_closed=load.is_closed if self.closed_loop is None else self.closed_loop,
             prices=replace(load.prices, **{k: v for k, v in prices.items() if v is not None}),
@@ -465,11 +477,13 @@ NOT_OF_BLOCKS = (
     "gpu_price",
     "dram_price",
     "ssd_price",
+    "write_price",
+    "spare_wear",
     "ttl",
     "warm_up",
     "costs",
 )
-_OF_COSTS = ("gpu_price", "dram_price", "ssd_price")
+_OF_COSTS = ("gpu_price", "dram_price", "ssd_price", "write_price")
 _HEAR_QUEUES = frozenset({"value", "look-ahead", "belady"})
 
 

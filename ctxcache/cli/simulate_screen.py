@@ -25,9 +25,12 @@ TITLES = (
     ">of all prompts",
     ">promoted",
     ">SSD writes/day",
+    ">drive writes",
     ">prefetched",
     ">in time",
 )
+SATURATED = 0.9
+"""The share of the time from which on reads wait for reads most of the time."""
 COST_TITLES = (
     "policy",
     "capacity",
@@ -38,6 +41,7 @@ COST_TITLES = (
     ">of",
     ">TTFT p50",
     ">p95",
+    ">worn",
     ">drive writes/day",
     ">write lag",
     ">prefetches late",
@@ -52,6 +56,24 @@ def show(outcomes: Sequence[StudyOutcome], *, are_costs: bool) -> None:
     for outcome in outcomes:
         table.add_row(*(_cost_cells(outcome) if are_costs else _cells(outcome)))
     console().print(table)
+    for note in dict.fromkeys(note for outcome in outcomes for note in notes(outcome)):
+        console().print(note, soft_wrap=True)
+
+
+def notes(outcome: StudyOutcome) -> Iterator[str]:
+    """What a reader would take for a lack of capacity, or would not see; one sentence each."""
+    load, tally = outcome.load, outcome.tally
+    if tally.overflows and load.context_tokens is not None:
+        yield (
+            f"{tally.overflows:,} turns overflowed the context of {load.context_tokens:,} tokens "
+            "and lost their beginning: --context says another."
+        )
+    busy_share = tally.figures()["ssd_read_busy_share"]
+    if busy_share >= SATURATED and (load.is_timed or load.slot_count is not None):
+        yield (
+            f"{outcome.policy}, {_capacity(outcome)}: SSD reads kept it busy {busy_share:.0%} of the time. "
+            "Its speed is short, not its size: --ssd-read."
+        )
 
 
 def _cells(outcome: StudyOutcome) -> tuple[str, ...]:
@@ -67,6 +89,7 @@ def _cells(outcome: StudyOutcome) -> tuple[str, ...]:
         *(f"{rate:.1%}" for rate in rates),
         human_size(figures["promoted_bytes"]),
         human_size(figures["ssd_written_bytes_per_day"]),
+        f"{outcome.tally.costs(outcome.load)['drive_writes_per_day']:.3g}",
         str(outcome.tally.prefetches),
         in_time,
     )
@@ -84,6 +107,7 @@ def _cost_cells(outcome: StudyOutcome) -> tuple[str, ...]:
         f"{costs['cost_without']:,.2f} $",
         f"{figures['ttft_p50_s']:.3g} s",
         f"{figures['ttft_p95_s']:.3g} s",
+        f"{costs['wear_cost']:,.2f} $",
         f"{costs['drive_writes_per_day']:.3g}",
         f"{figures['most_write_lag_s']:.3g} s",
         str(outcome.tally.prefetches_late),

@@ -16,7 +16,7 @@ import math
 import zlib
 from dataclasses import dataclass, field, replace
 
-from ctxcache.core.placement.value import Objective
+from ctxcache.core.placement.value import MissCost, Objective
 from ctxcache.simulate.trace import TraceTurn
 
 
@@ -64,14 +64,16 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """US dollars an hour: of a GPU, and of a GB (10^9 bytes) of each tier.
+    """US dollars an hour: of a GPU, and of a GB (10^9 bytes) of each tier; of a TB that is written to SSD.
 
     The defaults are on-demand prices of AWS EC2 as CachedAttention, ATC'24, section 4.2 (Figure 17) has them.
+    A TB written is that of a drive of 0.13 dollars a GB that endures a write of itself a day for 5 years.
     """
 
     gpu_hour: float = 5.0
     dram_gb_hour: float = 0.0088
     ssd_gb_hour: float = 0.000082
+    written_tb: float = 0.07
 
     def gpu(self, gpu_s: float) -> float:
         """Cost of so many seconds of one GPU."""
@@ -82,7 +84,12 @@ class Prices:
         hourly = (self.dram_gb_hour * dram_bytes + self.ssd_gb_hour * ssd_bytes) / GB
         return hourly * held_s / HOUR_S
 
+    def wear(self, written_bytes: int) -> float:
+        """Cost of what an SSD was written."""
+        return self.written_tb * written_bytes / TB
 
+
+TB = 1e12
 GIB = 1 << 30
 
 __all__ = [
@@ -130,7 +137,7 @@ class Load:
     for it: `is_inclusive` only. `wrong_hint_share` of what is said is false in each of the ways of `lies`.
     `is_closed`: a session's next turn comes when the think time after its last answer is over, whenever the
     trace had it come. The first `warm_up_count` turns served are not counted. `objective` is what `value`
-    saves most of.
+    saves most of. `spares_wear`: what is not worth its wear is not written, by the `prices`.
     """
 
     token_bytes: int = 819_200
@@ -159,6 +166,14 @@ class Load:
     warm_up_count: int = 0
     objective: Objective = Objective.SECONDS
     prices: Prices = field(default_factory=Prices)
+    spares_wear: bool = False
+
+    @property
+    def miss_cost(self) -> MissCost:
+        """What a policy is told that weighs misses."""
+        gpu_s = self.prices.gpu(1.0) * self.gpu_count
+        write_s = self.prices.wear(1) / gpu_s if self.spares_wear and gpu_s else 0.0
+        return MissCost(self.objective, self.prefill_tokens_per_s, write_s_per_byte=write_s)
 
     def prefill_s(self, token_count: int) -> float:
         """How long prompts of so many tokens keep a slot."""

@@ -402,8 +402,12 @@ class InclusiveTiers(Tiers):
 
     def _is_worth_writing(self, uid: bytes, size_bytes: int) -> bool:
         """Whether SSD is to have it; it keeps what it has some of."""
+        if self.is_on_ssd(uid):
+            return True
+        if not self.policy.is_worth_wear(uid):
+            return False
         free_bytes = self._limits[Level.BELOW] - self._used[Level.BELOW]
-        if size_bytes <= free_bytes or self.is_on_ssd(uid):
+        if size_bytes <= free_bytes:
             return True
         return is_worth_writing(size_bytes, free_bytes, self._leaving(uid))
 
@@ -548,6 +552,7 @@ class Store:
             is_serial=load.is_timed or load.slot_count is not None,
         )
         self._resident_share = load.resident_share
+        self._read_bytes_per_s = load.ssd_read_bytes_per_s
         self._copies: dict[bytes, _Copy] = {}
 
     def begin(self, uid: bytes, history_bytes: int, now_s: float) -> Fetch:
@@ -566,7 +571,7 @@ class Store:
         fetch = AT_HAND
         if missing_share:
             begin_s = self.ssd.free_s(now_s)
-            end_s = self.ssd.read(int(history_bytes * missing_share), now_s)
+            end_s = self._read(int(history_bytes * missing_share), now_s)
             fetch = Fetch(ready_s, begin_s - now_s, end_s - begin_s)
         elif ready_s:
             fetch = Fetch(ready_s)
@@ -621,11 +626,15 @@ class Store:
         self._moved(moves, now_s)
         if not moves or moves[-1].act is not Act.PROMOTE:
             return False
-        self._copies[moves[-1].uid].ready_s = self.ssd.read(
+        self._copies[moves[-1].uid].ready_s = self._read(
             int(moves[-1].size_bytes * self._resident_share), now_s
         )
         self.tally.prefetches += 1
         return True
+
+    def _read(self, size_bytes: int, now_s: float) -> float:
+        self.tally.ssd_read_s += size_bytes / self._read_bytes_per_s
+        return self.ssd.read(size_bytes, now_s)
 
     def _moved(self, moves: Iterable[Move], now_s: float) -> None:
         tally = self.tally

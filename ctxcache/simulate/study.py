@@ -184,7 +184,7 @@ def of_blocks(
         future = Future(uses or [])
         belady = Belady(capacities, future.next_use)
         return BlockReplay(load, belady, block_tokens, future=future)
-    made = policy_of(policy, capacities, MissCost(load.objective, load.prefill_tokens_per_s))
+    made = policy_of(policy, capacities, load.miss_cost)
     return BlockReplay(load, made, block_tokens, next_arrivals_s=next_arrivals_s, is_space=is_space)
 
 
@@ -192,8 +192,7 @@ def maker(policy: str, load: Load, policy_of: PolicyOf = served) -> MakePolicy:
     """The maker of the policy of that name."""
     if policy == BELADY:
         return Belady
-    cost = MissCost(load.objective, load.prefill_tokens_per_s)
-    return lambda capacities, _: policy_of(policy, capacities, cost)
+    return lambda capacities, _: policy_of(policy, capacities, load.miss_cost)
 
 
 def footprint_bytes(

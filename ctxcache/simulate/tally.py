@@ -95,6 +95,8 @@ class HitTally:
     prefetch_late_s: float = 0.0
     most_late_s: float = 0.0
     ssd_wait_s: float = 0.0
+    ssd_read_s: float = 0.0
+    """How long SSD was busy with reads, without what writes held them up."""
     queue_wait_s: float = 0.0
     most_write_lag_s: float = 0.0
     """The farthest that writes lay behind."""
@@ -141,6 +143,7 @@ class HitTally:
             "ttft_mean_s": _share(self.ttft.sum_s, self.ttft.count),
             "ttft_p50_s": self.ttft.quantile_s(0.5),
             "ttft_p95_s": self.ttft.quantile_s(0.95),
+            "ssd_read_busy_share": _share(self.ssd_read_s, self.end_s - self.begin_s),
             "later_ttft_mean_s": _share(self.later_ttft.sum_s, self.later_ttft.count),
             "later_ttft_p95_s": self.later_ttft.quantile_s(0.95),
         }
@@ -148,11 +151,12 @@ class HitTally:
     def costs(self, load: Load) -> dict[str, float]:
         """GPU seconds of prefill and US dollars, with the store and without; wear of the load's SSD.
 
-        Without a store there is no storage to pay for, and each prompt is computed whole. Decoding is in
-        neither.
+        Without a store there is no storage and no wear to pay for, and each prompt is computed whole.
+        Decoding is in neither.
         """
         gpu_s = load.prefill_s(self.computed_tokens) * load.gpu_count
         gpu_without_s = load.prefill_s(self.prompt_tokens) * load.gpu_count
+        wear = load.prices.wear(self.ssd_written_bytes)
         storage = load.prices.storage(load.dram_bytes, load.device_bytes, self.end_s - self.begin_s)
         gpu, gpu_without = load.prices.gpu(gpu_s), load.prices.gpu(gpu_without_s)
         days = max(self.end_s - self.begin_s, 1.0) / DAY_S
@@ -161,10 +165,11 @@ class HitTally:
             "gpu_without_s": gpu_without_s,
             "gpu_saved_s": gpu_without_s - gpu_s,
             "storage_cost": storage,
-            "cost": gpu + storage,
+            "wear_cost": wear,
+            "cost": gpu + storage + wear,
             "cost_without": gpu_without,
-            "cost_saved": gpu_without - gpu - storage,
-            "cost_saved_share": _share(gpu_without - gpu - storage, gpu_without),
+            "cost_saved": gpu_without - gpu - storage - wear,
+            "cost_saved_share": _share(gpu_without - gpu - storage - wear, gpu_without),
             "drive_writes_per_day": _share(self.ssd_written_bytes / days, load.device_bytes),
         }
 

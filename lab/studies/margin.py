@@ -6,8 +6,9 @@ Every trace in FOLDER, and with --regimes each of the nine that are generated, i
 some multiples of its live footprint, under `value` and under each baseline; `belady` is the bound, which no
 policy can be above. The compared figure is the share of all prompt tokens found. The table is printed; the
 command ends with 1 where the promise is broken. Traces whose sessions never return, and files that are no
-traces, are named and left out. Cells that the results have already are not run again: a run may be done in
-pieces. `--before` has the results of an earlier `value`, for a column of its own.
+traces, are named and left out. Cells that the results have already are not run again, and are in the table: a
+run may be done in pieces, by --only and --block-tokens. `--before` has the results of an earlier `value`, for
+a column of its own.
 """
 
 import argparse
@@ -146,7 +147,8 @@ def report(found: Sequence[Found], before: Sequence[Found] = ()) -> tuple[str, b
         cells = [f"{shares[each]:.4f}" if each in shares else "-" for each in (OURS, *policies)]
         if old:
             cells.insert(0, f"{old[key]:.4f}" if key in old else "-")
-        trace, multiple, _ = key
+        trace, multiple, size = key
+        trace += "" if size == BLOCK_TOKENS else f", blocks of {size:,}"
         lines.append(f"| {' | '.join((trace, f'{multiple:g}', *cells))} | {reasons.upper()} |")
     return "\n".join(lines) + "\n", is_kept and row_count > 0
 
@@ -169,13 +171,18 @@ def main() -> None:
     parser.add_argument("--footprint", default="0.1,0.25,0.5,1", help="multiples of the live footprint")
     parser.add_argument("--policies", default=",".join((*BASELINES, BELADY)), help="baselines to run")
     parser.add_argument("--only", default="", help="traces whose names begin so")
+    parser.add_argument("--but", default="-", help="leave out traces whose names begin so")
     parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="tokens of a block")
     parser.add_argument("--results", type=Path, help="JSON lines: what is there is not run again")
     parser.add_argument("--before", type=Path, help="results of an earlier value, for a column")
     parser.add_argument("--write", type=Path, help="a page that gets the table")
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
-    files = [path for path in sorted(arguments.folder.iterdir()) if path.name.startswith(arguments.only)]
+    files = [
+        path
+        for path in sorted(arguments.folder.iterdir())
+        if path.name.startswith(arguments.only) and not path.name.startswith(arguments.but)
+    ]
     paths = [path for path in files if path.is_file() and trace_of(path) is not None]
     if not paths:
         parser.exit(1, f"{arguments.folder} has no trace whose sessions return\n")
@@ -195,9 +202,8 @@ def main() -> None:
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for more in pool.map(run, *zip(*todo, strict=True)) if todo else ():
             found += more
-    names = {path.name for path in paths}
-    chosen = [one for one in found if one.trace in names and one.multiple in multiples]
-    table, is_kept = report([one for one in chosen if one.block_tokens == size], read(arguments.before))
+    chosen = [one for one in found if one.multiple in multiples]
+    table, is_kept = report(chosen, read(arguments.before))
     print(table, end="")
     if arguments.write:
         arguments.write.write_text(f"{HEAD}\n{table}")

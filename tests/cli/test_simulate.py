@@ -85,8 +85,20 @@ def test_costs_are_another_table(trace: Path) -> None:
     title, row = ran.stdout.splitlines()
     assert title.split()[:2] == ["policy", "capacity"]
     # 150 s of two GPUs, of 450 s; a first token after 100 s each.
-    saved = "100.0% 0.0% 0.08 h 3.00 $ 9.00 $ 100 s 100 s 0 0 s 0"
+    saved = "100.0% 0.0% 0.08 h 3.00 $ 9.00 $ 100 s 100 s 0.00 $ 0 0 s 0"
     assert row.split()[6:] == saved.split()
+
+
+def test_a_window_that_cuts_and_an_ssd_that_is_too_slow_are_told(trace: Path) -> None:
+    """Neither is a lack of capacity; where nothing is cut and SSD rests, nothing is said."""
+    said = ("simulate", str(trace), "--policies", "lru", "--timed", "--dram", "1kB", "--ssd", "1GB")
+    cut = ctxcache(*said, "--context", "20").stdout
+    slow = ctxcache(*said, "--ssd-read", "1kB", "--open-loop").stdout
+    plain = ctxcache(*said).stdout
+
+    assert "turns overflowed the context of 20 tokens" in cut
+    assert "Its speed is short, not its size" in slow
+    assert len(plain.splitlines()) == 2
 
 
 def test_machine_and_model_are_told_by_name(trace: Path) -> None:

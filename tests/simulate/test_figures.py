@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playing import LOAD, ROOMY, played, turn
 
+from ctxcache.core.placement.value import MissCost
 from ctxcache.simulate.load import Load, Prices
+from ctxcache.simulate.replay import Replay
+from ctxcache.simulate.study import maker
 from ctxcache.simulate.tally import FineHistogram, HitTally
 from ctxcache.simulate.trace import TraceTurn
 from lab.placement.policies import POLICIES
@@ -40,6 +43,16 @@ def test_gpu_seconds_and_money_are_those_of_the_tokens() -> None:
     assert costs["cost_without"] == pytest.approx(1.2)
     assert costs["cost_saved"] == pytest.approx(1.2 - 0.8 - 5)
     assert costs["cost_saved_share"] == pytest.approx(-4.6 / 1.2)
+
+
+def test_what_is_written_is_paid_for() -> None:
+    """By the TB, in what is saved too."""
+    load = replace(LOAD, dram_bytes=2000, is_inclusive=True, prices=Prices(0, 0, 0, written_tb=1e12))
+    tally = played(load, [turn("a", 0), turn("a", 1)])
+
+    assert tally.ssd_written_bytes > 0
+    costs = tally.costs(load)
+    assert costs["wear_cost"] == costs["cost"] == -costs["cost_saved"] == tally.ssd_written_bytes
 
 
 def test_the_papers_prices_are_the_defaults() -> None:
@@ -177,3 +190,34 @@ def test_an_empty_tally_has_figures() -> None:
     """Shares of nothing are 0."""
     assert HitTally().figures()["ttft_p95_s"] == 0
     assert HitTally().costs(LOAD)["cost_saved_share"] == 0
+
+
+def test_a_write_that_is_not_worth_its_wear_is_not_made() -> None:
+    """Nine of ten sessions never return. Spared by price, SSD is written less, and as many hits are left."""
+    turns = []
+    for number in range(3000):
+        turns.append(turn(f"once {number}", number, 400))
+        if number % 10 == 0:
+            turns.append(turn(f"often {number // 100}", number + 0.5, 40))
+    # A token's wear is worth .42 of its prefill.
+    prices = Prices(gpu_hour=3600, dram_gb_hour=0, ssd_gb_hour=0, written_tb=6e6)
+    load = replace(LOAD, dram_bytes=40_000, ssd_bytes=400_000, is_inclusive=True, prices=prices)
+    tallies = []
+    for spares in (True, False):
+        sized = replace(load, spares_wear=spares)
+        tallies.append(Replay(sized, maker("value", sized)).run(turns))
+    spared, written = tallies
+
+    assert spared.ssd_written_bytes < written.ssd_written_bytes / 2
+    assert spared.hit_rate > written.hit_rate - 0.01
+    assert spared.costs(load)["cost_saved"] > written.costs(load)["cost_saved"]
+
+
+def test_a_chance_is_worth_its_wear_by_what_its_returns_save() -> None:
+    """At prefill of 10 tokens a second, 100 bytes a token and 1 ms a byte a token saves what it wears."""
+    cost = MissCost(prefill_tokens_per_s=10, write_s_per_byte=0.001)
+
+    assert cost.is_worth_wear(0.5, 100)
+    assert not cost.is_worth_wear(0.49, 100)
+    assert cost.is_worth_wear(0.1, 11)
+    assert MissCost(prefill_tokens_per_s=10).is_worth_wear(0.0, 100), "wear costs nothing"

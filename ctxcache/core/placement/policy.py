@@ -133,6 +133,10 @@ class Policy:
         """Whether this session may leave the tier below for `comer` to be written there."""
         return True
 
+    def is_worth_wear(self, uid: bytes) -> bool:  # noqa: ARG002  the default knows no prices
+        """Whether what the session's hits are expected to save is worth the wear of writing it below."""
+        return True
+
     def prefetch(self, accepts: Accepts = lambda _: True) -> bytes | None:  # noqa: ARG002
         """The session below that is to be promoted ahead of its turn, of those that `accepts` takes."""
         return None

@@ -43,12 +43,22 @@ class MissCost:
 
     `prefill_tokens_per_s` is the engine's, measured; the default is LLaMA-13B's on one A100. `per_miss_s`,
     what is lost whatever the length, is a choice: a larger one favours turns, a smaller one tokens. Both are
-    of SECONDS.
+    of SECONDS. `write_s_per_byte` is the wear of a byte written below, in seconds of prefill of the same
+    price; 0 where wear costs nothing.
     """
 
     objective: Objective = Objective.SECONDS
     prefill_tokens_per_s: float = 7_000.0
     per_miss_s: float = 0.75
+    write_s_per_byte: float = 0.0
+
+    def is_worth_wear(self, chance: float, token_bytes: float) -> bool:
+        """Whether to write what returns with that chance: what it saves is more than the wear of its bytes.
+
+        What returned once returns with the same chance again, and is found each time: it saves
+        chance / (1 - chance) times its prefill.
+        """
+        return chance >= (1 - chance) * token_bytes * self.write_s_per_byte * self.prefill_tokens_per_s
 
     def of(self, token_count: float) -> float:
         """The cost: 1 a turn, tokens, or seconds."""
@@ -274,6 +284,8 @@ class ReturnValue(Windowed, ranks_holders=True):
         self._miss_cost = miss_cost
         self._worth: dict[bytes, float] = {}
         """Cost of a miss per byte."""
+        self._token_bytes: dict[bytes, float] = {}
+        """Bytes of a token, where wear is weighed."""
         self._returns = ReturnTimes(self._rank)
         self._returns.recount(public_return_times() if lessons is None else lessons, math.inf)
         self._queue = Forecast()
@@ -329,11 +341,19 @@ class ReturnValue(Windowed, ranks_holders=True):
         """See Policy."""
         super().evicted(uid)
         self._worth.pop(uid, None)
+        self._token_bytes.pop(uid, None)
         # The return times go on watching the session: whether its job comes is learned all the same.
         # Its worth went with its size, and comes anew with its next turn.
         self._queue.discard(uid)
         self._fetched.discard(uid)
         self._due.discard(uid)
+
+    def is_worth_wear(self, uid: bytes) -> bool:
+        """See Policy. A return that was said, or a job that waits, is as good as certain."""
+        token_bytes = self._token_bytes.get(uid)
+        if token_bytes is None or uid in self._expected or uid in self._queue.waiting:
+            return True
+        return self._miss_cost.is_worth_wear(self._returns.chance(uid), token_bytes)
 
     def continued(self, uid: bytes) -> None:
         """See Policy."""
@@ -421,6 +441,8 @@ class ReturnValue(Windowed, ranks_holders=True):
         if self._sizes.get(uid) != size_bytes:
             # A miss costs by tokens, and a session's tokens by its size: computed again only when it changes.
             self._worth[uid] = self._miss_cost.of(size_bytes / facts.token_bytes) / size_bytes
+        if self._miss_cost.write_s_per_byte:
+            self._token_bytes[uid] = facts.token_bytes
         self._measure(uid, size_bytes, last_use)
         self._rank(uid)
 
