@@ -16,13 +16,16 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-worker coverage wheel newcomer resolve clean
+.PHONY: help demo fleet-demo cluster demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-worker coverage wheel newcomer resolve clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: setup ## Show what the cache saves on a real small model (ARGS="--help" for its options)
 	@$(BIN)/ctxcache demo $(ARGS)
+
+fleet-demo: setup ## Show a conversation on three hosts: every second turn moves, one is killed, one is frozen
+	@$(BIN)/python -m lab.demo.fleet $(ARGS)
 
 demo-proof: setup ## Prove on the demo's real model what tests prove on a tiny one (minutes; after `make demo`)
 	$(BIN)/python -m pytest -q -rs -p no:cacheprovider tests/lab/demo/smollm2_proof.py
@@ -83,6 +86,9 @@ test-worker: setup
 kernels: setup ## Compile the worker's kernels for an H100, as their tests launch them; needs no GPU (a minute)
 	cd tests/gpu_worker/kernels && PYTHONPATH=.:../../.. ../../../$(BIN)/python -m pytest -q -p compile_only -p no:cacheprovider -p no:randomly \
 	  -c /dev/null --rootdir . --confcutdir . -o asyncio_default_fixture_loop_scope=function $(PYTEST_ARGS) .
+
+cluster: setup ## Three stores, SeaweedFS and ten sorts of faults (minutes; ARGS="--faults 100")
+	$(BIN)/python -m tests.fleet.cluster $(ARGS)
 
 history: setup ## Let many clients change the same sessions under kills and power cuts, and check every answer (an hour; HISTORY_ARGS="--seed 7")
 	$(BIN)/python -m tests.faults.history --acts 300 $(HISTORY_ARGS)

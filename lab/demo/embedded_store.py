@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,16 @@ class EmbeddedStore:
     After `kill`, `start` brings another process up on the same data; clients of the old one are closed.
     """
 
-    def __init__(self, data_directory: Path, arena_directory: Path, *, size_bytes: int) -> None:
+    def __init__(
+        self,
+        data_directory: Path,
+        arena_directory: Path,
+        *,
+        size_bytes: int,
+        options: Mapping[str, str] | None = None,
+    ) -> None:
+        """`options` of `ctxcache serve`, besides or in place of the demo's own."""
+        self._options = dict(options or {})
         self._data_directory = data_directory
         self._arena_directory = arena_directory
         self._size_bytes = size_bytes
@@ -84,6 +93,11 @@ class EmbeddedStore:
         self.ready = self._wait_until_ready(self._process)
         self._client = ctxcache.connect(self.ready.target)
         return self.ready
+
+    def send(self, number: int) -> None:
+        """Send the server a signal."""
+        if self._process is not None:
+            self._process.send_signal(number)
 
     def kill(self) -> int:
         """Kill the server with SIGKILL where it stands; its process id."""
@@ -127,7 +141,7 @@ class EmbeddedStore:
         }
         if not (self._data_directory / "ssd").exists():
             options["--ssd-size-bytes"] = str(self._size_bytes)
-        given = [part for flag, text in options.items() for part in (flag, text)]
+        given = [part for flag, text in (options | self._options).items() for part in (flag, text)]
         return [sys.executable, "-m", "ctxcache.cli.main", "serve", *given]
 
     def _wait_until_ready(self, process: subprocess.Popen[str]) -> Ready:
