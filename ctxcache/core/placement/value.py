@@ -348,6 +348,10 @@ class ReturnValue(Windowed, ranks_holders=True):
         self._fetched.discard(uid)
         self._due.discard(uid)
 
+    def chance(self, uid: bytes) -> float:
+        """How likely the session returns within what is learned, two hours; 0 for one that is not known."""
+        return self._returns.chance(uid)
+
     def is_worth_wear(self, uid: bytes) -> bool:
         """See Policy. A return that was said, or a job that waits, is as good as certain."""
         token_bytes = self._token_bytes.get(uid)
