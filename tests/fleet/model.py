@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field, replace
+from inspect import CORO_CREATED, getcoroutinestate
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -199,6 +200,8 @@ class Node:
 
     async def turn(self, name: Name) -> None:
         """A user's turn: look up, create where there is none, append, commit."""
+        if self.claims.is_here(name) and name not in self.named:
+            raise Broken("a session that has ended here is not looked for")
         if not self.claims.is_here(name):
             # One look at a name at a time, as the store has it.
             if name in self.settling:
@@ -247,6 +250,15 @@ class Node:
         if not is_alone:
             raise Broken("a node was told that another process has its name")
         self.heard_beat_begun = max(self.heard_beat_begun, begun)
+
+    async def end(self, name: Name) -> None:
+        """A session expires, or is evicted."""
+        if name in self.named and not self.named[name].is_written:
+            del self.named[name]
+
+    async def forget(self) -> None:
+        """Forget what has ended here."""
+        self.claims.forget(lambda name: name not in self.named and name not in self.settling)
 
     async def delete(self, name: Name) -> None:
         """A user's deletion."""
@@ -341,13 +353,18 @@ class World:
         which, name = self.random.random(), self.random.choice(NAMES)
         if which < 0.7:
             return node.turn(name)
-        return node.publish() if which < 0.95 else node.delete(name)
+        if which < 0.93:
+            return node.publish()
+        if which < 0.96:
+            return node.delete(name)
+        return node.end(name) if which < 0.98 else node.forget()
 
     def _advance(self, node: Node) -> None:
         task = self.random.choice(node.tasks)
         fate = self.random.choices(("done", "unheard", "lost", "late"), (90, 4, 4, 2))[0]
         try:
-            task.send(fate if task.cr_frame.f_lasti > 0 else None)  # type: ignore[attr-defined,arg-type]
+            is_new = getcoroutinestate(task) == CORO_CREATED
+            task.send(None if is_new else fate)  # type: ignore[arg-type]  # what a coroutine begins with
         except StopIteration:
             node.tasks.remove(task)
 
@@ -375,6 +392,7 @@ CONTROLS = (
     "no_note",
     "deaf_beat",
     "keep_copy",
+    "trust_claims",
 )
 
 
@@ -389,6 +407,12 @@ def planted(world: World) -> None:
 
         node.start = start  # type: ignore[method-assign]
         _plant(world.control, node.claims, node)
+
+
+def _is_claimed(inside: Any, name: Name) -> bool:
+    # What was claimed is taken to be there.
+    copy = inside._claimed.get(name)
+    return copy is not None and inside.is_sure and copy.tenure is not Tenure.UNSURE
 
 
 def _plant(control: str, claims: Claims, node: Node) -> None:
@@ -428,6 +452,7 @@ def _plant(control: str, claims: Claims, node: Node) -> None:
         "no_note": ("_note_taken", note),
         "deaf_beat": ("_give_up", lambda _taken: None),
         "keep_copy": ("yielded", yielded),
+        "trust_claims": ("is_here", lambda name: _is_claimed(inside, name)),
     }
     if control in bugs:
         setattr(inside, *bugs[control])

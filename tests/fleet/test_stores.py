@@ -176,3 +176,18 @@ def test_a_new_store_joins_and_has_everything(stores: Stores) -> None:
         published(stores, user, 0)
     third = stores.add()
     assert [user.turn(third) for user in users] == [70] * 4
+
+
+def test_a_session_that_ended_here_is_found_where_it_began_anew(tmp_path: Path) -> None:
+    """A store does not answer for a name by what it had once: another one may have begun it anew."""
+    # Nothing is heard of the other store in the meantime.
+    with Stores(tmp_path, 2, "--fleet-beat-s", "300") as stores:
+        user = User(stores, "alice")
+        stores.clients[0].sessions.create(stores.models[0], id="alice", ttl=timedelta(seconds=1))
+        user.turn(0)
+        time.sleep(1.2)
+        with pytest.raises(SessionNotFound):
+            stores.clients[0].sessions.get(user.name)
+        again = User(stores, "alice")
+        again.turn(1, 80)
+        assert again.turn(0) == 80

@@ -13,18 +13,23 @@ heard of it. No host's clock is compared with another's.
 Knows no transport and no rows. Worst case: the register does not answer; what is here is served on.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from ctxcache.core.fleet.heads import Head, Name, NodeRecord, Secret, node_path
 from ctxcache.core.fleet.register import Entry, NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure, Turn, step
 
+K = TypeVar("K")
+V = TypeVar("V")
 LOOKS = 4
 """How often a session is looked at again whose head changes meanwhile."""
+KNOWN_LIMIT = 4096
+"""Heads, and sources of rows, that are kept for sessions which are not here; the oldest go."""
 
 
 class Verdict(Enum):
@@ -55,6 +60,17 @@ class Busy(Exception):
 
 class Left(Exception):
     """The owner has no such copy any more."""
+
+
+class Recent(dict[K, V]):
+    """The last `KNOWN_LIMIT` things that were noted."""
+
+    def note(self, key: K, value: V) -> None:
+        """As the latest one."""
+        self.pop(key, None)
+        self[key] = value
+        if len(self) > KNOWN_LIMIT:
+            del self[next(iter(self))]
 
 
 class Source(NamedTuple):
@@ -155,15 +171,17 @@ class Claims:
         self.node, self.incarnation, self.address = node, incarnation, address
         self._nonce, self._new_uid = nonce, new_uid
         self._claimed: dict[Name, Copy] = {}
-        self._seen: dict[Name, tuple[Entry, Head]] = {}
+        self._seen = Recent[Name, tuple[Entry, Head]]()
         """Heads of sessions that are absent here, for whoever creates one of that name."""
         self._coming: set[str] = set()
         """Uids of copies that this host is about to own: they are not given up before it does."""
-        self._owed: dict[str, Source] = {}
+        self._owed = Recent[str, Source]()
         """By the uid of a copy whose head was put, perhaps: where its rows are, which have not come."""
         self._noted: set[str] = set()
         """Paths of heads that were noted as taken from this node, and not changed by it since."""
-        self.losses: dict[Name, Loss] = {}
+        self._under_way = Counter[str]()
+        """Paths of heads that are read and changed now: what is noted of them is not forgotten meanwhile."""
+        self.losses = Recent[Name, Loss]()
         """Why sessions are absent that another host had."""
         self._record: tuple[NodeRecord, Entry] | None = None
         self.is_sure = False
@@ -175,7 +193,10 @@ class Claims:
     def is_here(self, name: Name) -> bool:
         """Whether a session may be used with no look at its head."""
         copy = self._claimed.get(name)
-        return copy is not None and self.is_sure and copy.tenure is not Tenure.UNSURE
+        if copy is None or not self.is_sure or copy.tenure is Tenure.UNSURE:
+            return False
+        # One that has ended here may have begun anew elsewhere.
+        return self._copies.uid(name) == copy.uid
 
     def tenure(self, name: Name) -> Tenure | None:
         """The tenure of the copy of this name, as far as it is known."""
@@ -214,22 +235,34 @@ class Claims:
         """Forget the names of sessions that have ended here."""
         for name in [name for name in self._claimed if is_gone(name)]:
             del self._claimed[name]
-        self._noted &= {self._secret.head_path(name) for name in self._claimed}
-        self._seen.clear()
-        self._owed.clear()
-        self.losses.clear()
+        # Each path is a digest or two: of a hundred thousand sessions they hold up the event loop.
+        if self._noted:
+            known = {self._secret.head_path(name) for name in self._claimed}
+            self._noted &= known | self._under_way.keys()
 
     async def settle(self, name: Name) -> Verdict:
         """Find out who continues a session, and continue it here where that can be."""
-        for _ in range(LOOKS):
-            try:
-                verdict = await self._look(name)
-            except NoAnswer:
-                self.counts.no_answers += 1
-                return Verdict.UNKNOWN
-            if verdict is not None:
-                return verdict
+        with self._work_on(name):
+            for _ in range(LOOKS):
+                try:
+                    verdict = await self._look(name)
+                except NoAnswer:
+                    self.counts.no_answers += 1
+                    return Verdict.UNKNOWN
+                if verdict is not None:
+                    return verdict
         return Verdict.ELSEWHERE
+
+    @contextmanager
+    def _work_on(self, name: Name) -> Iterator[None]:
+        path = self._secret.head_path(name)
+        self._under_way[path] += 1
+        try:
+            yield
+        finally:
+            self._under_way[path] -= 1
+            if not self._under_way[path]:
+                del self._under_way[path]
 
     # One look. Which case it is follows from two facts: whom the head names, and what is here.
     #
@@ -253,7 +286,7 @@ class Claims:
             if uid is not None and (uid == head.uid or head.is_past(uid)):
                 self._lose(name)
                 uid = None
-            self._seen[name] = entry, head
+            self._seen.note(name, (entry, head))
             return self._unnamed(name, uid, entry)
         if head.node == self.node:
             return await self._own(name, uid, entry, head)
@@ -321,7 +354,7 @@ class Claims:
         try:
             offer = await self._peers.yield_(name, source, head.term)
         except Busy:
-            self._seen[name] = entry, head
+            self._seen.note(name, (entry, head))
             return Verdict.ELSEWHERE
         except (Left, NoAnswer) as error:
             loss = Loss.LEFT if isinstance(error, Left) else Loss.OWNER_LOST
@@ -329,7 +362,7 @@ class Claims:
         # What was asked for meanwhile has been created here by somebody else.
         if self._copies.uid(name) is not None:
             return None
-        self._owed[uid] = source
+        self._owed.note(uid, source)
         # Also where the head names this node already: another one may have changed it since it was read.
         made = head.followed_by(self._mine(uid))
         entry_made = await self._put(name, made, entry)
@@ -337,7 +370,7 @@ class Claims:
             return None
         entry, head = entry_made, made
         # From here on the session is ours. Rows that do not come are computed.
-        del self._owed[uid]
+        self._owed.pop(uid, None)
         with self._awaited(uid):
             has_landed = await self._copies.land(name, uid, offer)
         if not has_landed:
@@ -356,8 +389,8 @@ class Claims:
 
     def _absent(self, name: Name, entry: Entry, head: Head, loss: Loss) -> Verdict:
         self._claimed.pop(name, None)
-        self._seen[name] = entry, head
-        self.losses[name] = loss
+        self._seen.note(name, (entry, head))
+        self.losses.note(name, loss)
         return Verdict.ABSENT
 
     # -- changes of heads --------------------------------------------------------------------------
@@ -368,7 +401,8 @@ class Claims:
         if copy is None or copy.tenure is not Tenure.PRIVATE or self._copies.uid(name) != copy.uid:
             return Verdict.ABSENT
         try:
-            return await self._publish(name, copy)
+            with self._work_on(name):
+                return await self._publish(name, copy)
         except NoAnswer:
             self.counts.no_answers += 1
             return Verdict.UNKNOWN
