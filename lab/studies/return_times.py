@@ -5,8 +5,7 @@
 
 DIRECTORY has the traces of TRACES. Mooncake's conversations are not among them: they judge the policy.
 Of each trace the counts of sessions of which nothing was said are scaled so that together SESSION_COUNT
-sessions came to rest, and those of prefixes so that SESSION_COUNT prefixes did: some hundred turns of the
-store's own load outweigh them.
+sessions came to rest: some hundred turns of the store's own load outweigh them.
 """
 
 import json
@@ -15,11 +14,11 @@ from collections import defaultdict
 from pathlib import Path
 
 from ctxcache.core.placement.policy import Capacities
-from ctxcache.core.placement.returns import AGES_S, IDLE, PREFIX
+from ctxcache.core.placement.returns import AGES_S, IDLE
 from ctxcache.core.placement.value import MissCost, Objective, ReturnValue
-from ctxcache.simulate.blocks import BlockReplay, live_block_count
+from ctxcache.simulate.blocks import BlockReplay
 from ctxcache.simulate.load import Load
-from ctxcache.simulate.study import Capacity
+from ctxcache.simulate.study import Capacity, footprint_bytes, look
 from ctxcache.simulate.trace import BLOCK_TOKENS, Trace
 
 TRACES = {
@@ -27,7 +26,6 @@ TRACES = {
     "mooncake_synthetic_A.jsonl.gz": "kvcache-ai/Mooncake, FAST25-release/traces, synthetic; Apache-2.0",
 }
 SESSION_COUNT = 200.0
-ROOTS = (IDLE, PREFIX)
 LEAST_COUNT = 0.5
 """A class of fewer sessions says nothing beside its parent class."""
 NO_LESSONS = {"ages_s": list(AGES_S), "classes": {}, "wait_s": 0.0, "queued_share": 0.0}
@@ -36,29 +34,21 @@ NO_LESSONS = {"ages_s": list(AGES_S), "classes": {}, "wait_s": 0.0, "queued_shar
 def learned(path: Path) -> dict[str, list[list[float]]]:
     """Counts of one trace by name, as a store of the size of the live footprint sees it."""
     trace = list(Trace(path))
-    block_bytes = BLOCK_TOKENS * Load().token_bytes
-    load = Capacity(1.0).of(Load(), live_block_count(trace, BLOCK_TOKENS) * block_bytes)
+    load = Capacity(1.0).of(Load(), footprint_bytes(trace, Load(), look(trace), lambda _what, _done: None))
     cost = MissCost(Objective.TOKENS)
     policy = ReturnValue(Capacities(load.dram_bytes, load.ssd_bytes), cost, NO_LESSONS)
     BlockReplay(load, policy, BLOCK_TOKENS).run(trace)
     classes: dict[str, list[list[float]]] = policy.lessons()["classes"]  # type: ignore[assignment]
-    return {name: counts for name, counts in classes.items() if _root(name) in ROOTS}
-
-
-def _root(name: str) -> int:
-    return int(name.split(".", 1)[0])
+    return {name: counts for name, counts in classes.items() if name.split(".")[0] == str(IDLE)}
 
 
 def main() -> None:
     """Write the counts of all traces."""
     together: dict[str, list[list[float]]] = defaultdict(lambda: [[0.0] * len(AGES_S), [0.0] * len(AGES_S)])
-    lessons = [learned(Path(sys.argv[1]) / file) for file in TRACES]
-    # Not every trace has prefixes in common: those that have count the same.
-    tellers = {root: sum(classes[str(root)][0][0] > 0 for classes in lessons) for root in ROOTS}
-    for classes in lessons:
+    for file in TRACES:
+        classes = learned(Path(sys.argv[1]) / file)
+        scale = SESSION_COUNT / len(TRACES) / classes[str(IDLE)][0][0]
         for name, (away, came) in classes.items():
-            count = classes[str(_root(name))][0][0]
-            scale = SESSION_COUNT / tellers[_root(name)] / count if count else 0.0
             for counts, more in zip(together[name], (away, came), strict=True):
                 counts[:] = [round(count + scale * each, 2) for count, each in zip(counts, more, strict=True)]
     told = sorted((name, counts) for name, counts in together.items() if max(counts[0]) >= LEAST_COUNT)
