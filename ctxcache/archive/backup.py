@@ -196,7 +196,10 @@ class _Backup:
             return None
         # A flush would write the tail elsewhere, and give back the slot that is being read.
         async with self._flushing.lock(session):
-            is_over = session.is_gone or session.expire_time_ns <= self._state.clock.now_ns()
+            # A guest has no name to come back under: its session goes on at another store.
+            is_over = (
+                session.is_gone or session.is_guest or session.expire_time_ns <= self._state.clock.now_ns()
+            )
             model = self._models.get((session.tenant, session.model_id))
             if is_over or model is None:
                 return None

@@ -28,7 +28,7 @@ from ctxcache.core.fleet.heads import NODES, ForeignObject, Name, NodeRecord, Se
 from ctxcache.core.fleet.register import NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure
 from ctxcache.core.history import Event
-from ctxcache.core.ledger.session import GUESTS, Expiration, Session
+from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.errors import CacheError, InvalidConfiguration, SessionMoved, SessionNotFound, Unavailable
 from ctxcache.fleet.arrival import Arrival, Offer, bring
 from ctxcache.fleet.peers import Asking, Former
@@ -381,8 +381,7 @@ class Fleet:
 
     def _guest(self, uid: str) -> Session | None:
         session = self._cache.ledger.get(bytes.fromhex(uid))
-        is_there = session is not None and session.session_id.startswith(GUESTS)
-        return session if is_there else None
+        return session if session is not None and session.is_guest else None
 
     def uid(self, name: Name) -> str | None:
         """See Copies."""

@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from ctxcache.core.fleet import claims as production
+from ctxcache.core.fleet import heads
 from ctxcache.core.fleet.claims import Busy, Claims, Left, Source, Verdict
 from ctxcache.core.fleet.heads import Head, Name, Secret
 from ctxcache.core.fleet.register import Entry, NoAnswer, Refused
@@ -27,6 +28,7 @@ SECRET = Secret(b"a secret of sixteen bytes or more")
 NAMES = [Name("t", f"s{i}") for i in range(2)]
 NODES = "abc"
 STEPS = 400
+heads.PAST_LIMIT = 2
 BEAT_EVERY = 25
 
 
@@ -128,6 +130,8 @@ class Node:
         self.run = next(self.world.numbers)
         self.tasks: list[Coroutine[Any, str, None]] = []
         self.settling: set[Name] = set()
+        self.created: set[str] = set()
+        """Uids of sessions that were created by this run."""
         self.heard_beat_begun, self.is_beating = -1, False
         for rows in self.named.values():
             rows.is_written = False
@@ -161,6 +165,12 @@ class Node:
     def retire(self, name: Name) -> None:
         """See Copies."""
         rows = self.named.pop(name)
+        head = self.world.head(name)
+        is_free = head is None or head.is_deleted or head.node == self.letter
+        # One that may have been published, in a change without an answer, may have been taken as well.
+        is_sure = rows.uid in self.created and self.claims.tenure(name) is not Tenure.UNSURE
+        if is_free and is_sure and not self.world.was_published(name, rows.uid):
+            raise Broken("a session that nobody else has was given up")
         rows.is_written = False
         self.guests[rows.uid] = rows
 
@@ -216,6 +226,7 @@ class Node:
         rows = self.named.get(name)
         if rows is None:
             rows = self.named[name] = Rows(f"{next(self.world.numbers):032x}", [])
+            self.created.add(rows.uid)
             if self.claims.created(name) and await self.claims.publish(name) is not Verdict.HERE:
                 return
         if self.named.get(name) is not rows or rows.is_written:
@@ -314,12 +325,20 @@ class World:
         self.moves += bool(history) and head.node != history[-1][1].node
         history.append((self.step, head))
 
+    def head(self, name: Name) -> Head | None:
+        """The head of a session as it is now."""
+        entry = self.objects.get(SECRET.head_path(name))
+        return None if entry is None else SECRET.read_head(entry.body)
+
+    def was_published(self, name: Name, uid: str) -> bool:
+        """Whether a head has ever named this copy."""
+        return any(head.uid == uid for _, head in self.heads.get(SECRET.head_path(name), []))
+
     def append(self, node: Node, name: Name, rows: Rows) -> None:
         """A commit, acknowledged to a user."""
         history = self.heads.get(SECRET.head_path(name), [])
         # A session that has no head yet is its host's alone, and learns of another one when it is published.
-        is_published = any(head.uid == rows.uid for _, head in history)
-        for begun, head in history[-1:] if is_published else ():
+        for begun, head in history[-1:] if self.was_published(name, rows.uid) else ():
             if head.past and head.past[-1] == rows.uid and (rows.uid, head.node) in self.given:
                 raise Broken("a copy goes on that was given up and taken over")
             if head.node != node.letter and begun < node.heard_beat_begun and node.claims.is_here(name):
@@ -353,9 +372,9 @@ class World:
         which, name = self.random.random(), self.random.choice(NAMES)
         if which < 0.7:
             return node.turn(name)
-        if which < 0.93:
+        if which < 0.88:
             return node.publish()
-        if which < 0.96:
+        if which < 0.95:
             return node.delete(name)
         return node.end(name) if which < 0.98 else node.forget()
 

@@ -282,8 +282,7 @@ class Claims:
             return self._unnamed(name, uid, None)
         head = self._secret.read_head(entry.body)
         if head.is_deleted:
-            # A copy that had the name before is not the session that somebody made since.
-            if uid is not None and (uid == head.uid or head.is_past(uid)):
+            if uid is not None and (uid == head.uid or self._is_past(name, uid, head)):
                 self._lose(name)
                 uid = None
             self._seen.note(name, (entry, head))
@@ -293,6 +292,13 @@ class Claims:
         if uid is not None:
             self._lose(name)
         return await self._take_over(name, entry, head)
+
+    def _is_past(self, name: Name, uid: str | None, head: Head) -> bool:
+        """Whether a copy had its name before what a head names, or named until it was deleted."""
+        copy = self._claimed.get(name)
+        # One that was created by this run, and has had no head, was never anybody's.
+        is_new = copy is not None and copy.uid == uid and copy.tenure is Tenure.PRIVATE
+        return uid is not None and not is_new and head.is_past(uid)
 
     def _unnamed(self, name: Name, uid: str | None, entry: Entry | None) -> Verdict:
         """No session has this head: what is here is this host's alone."""
@@ -307,7 +313,7 @@ class Claims:
 
     async def _own(self, name: Name, uid: str | None, entry: Entry, head: Head) -> Verdict | None:
         """The head names this node."""
-        if uid is not None and uid != head.uid and head.is_past(uid):
+        if uid != head.uid and self._is_past(name, uid, head):
             self._lose(name)
             uid = None
         if uid is not None and uid != head.uid:
@@ -387,7 +393,10 @@ class Claims:
         finally:
             self._coming.discard(uid)
 
-    def _absent(self, name: Name, entry: Entry, head: Head, loss: Loss) -> Verdict:
+    def _absent(self, name: Name, entry: Entry, head: Head, loss: Loss) -> Verdict | None:
+        # Somebody here has created one during the wait.
+        if self._copies.uid(name) is not None:
+            return None
         self._claimed.pop(name, None)
         self._seen.note(name, (entry, head))
         self.losses.note(name, loss)
@@ -443,7 +452,9 @@ class Claims:
             return
         made = replace(head.followed_by(self._mine(head.uid)), is_deleted=True)
         await self._put(name, made, copy.entry)
-        self._claimed.pop(name, None)
+        # Another one of this name may have been created during the wait.
+        if self._claimed.get(name) is copy:
+            del self._claimed[name]
 
     def _mine(self, uid: str) -> Head:
         return Head(uid, self.node, self.incarnation, self.address, 1, self._nonce())
@@ -490,9 +501,9 @@ class Claims:
 
     def _retire(self, name: Name, copy: Copy | None) -> None:
         step(Tenure.UNSURE if copy is None else copy.tenure, Turn.FOREIGN)
-        self._claimed.pop(name, None)
         if self._copies.uid(name) is not None:
             self._copies.retire(name)
+        self._claimed.pop(name, None)
 
     async def _note_taken(self, node: str, path: str) -> None:
         """Have a silent node find out at its next beat. Raises NoAnswer."""

@@ -286,6 +286,11 @@ class Session:
         return self.use is Use.WRITTEN
 
     @property
+    def is_guest(self) -> bool:
+        """Whether it goes on at another host, and is kept here for whoever finds its tokens."""
+        return self.session_id.startswith(GUESTS)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no read or write of the session is open."""
         return self.use in (Use.IDLE, Use.FRESH)
