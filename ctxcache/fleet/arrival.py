@@ -15,9 +15,10 @@ import socket
 import ssl
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ctxcache.cache import Cache
 from ctxcache.errors import CacheError, ChecksumMismatch
@@ -37,6 +38,7 @@ STALL_TIMEOUT_S = 2.0
 STRETCH_BYTES = 16 << 20
 """About how many bytes are committed at a time."""
 STRETCH_TOKENS = 64
+ASKED_AHEAD = 1
 COMING_LIMIT = 1 << 20
 T = TypeVar("T")
 
@@ -48,6 +50,14 @@ class Offer:
     host: str
     answer: Any
     """A YieldSessionResponse."""
+
+
+class Stretch(NamedTuple):
+    """Tokens `[begin, end)` of the guest, which are asked for and committed together."""
+
+    begin: int
+    end: int
+    is_behind_gap: bool
 
 
 class Arrival:
@@ -84,25 +94,30 @@ class Arrival:
         framed = self._connect()
         try:
             self._greet(framed)
-            for begin, end, ahead in self._stretches(transfer):
-                self._read(framed, transfer, begin, end, ahead)
+            # Each stretch is asked for before the one ahead of it has come: nobody waits for the other.
+            asked = deque[Stretch]()
+            for stretch in self._stretches(transfer):
+                self._ask(framed, stretch)
+                asked.append(stretch)
+                if len(asked) > ASKED_AHEAD:
+                    self._read(framed, transfer, asked.popleft())
+            for stretch in asked:
+                self._read(framed, transfer, stretch)
         finally:
             framed.close()
 
     # Positions behind a gap were computed with what was dropped there. One token of zeros stands for it until
     # all has come, and is dropped then, so that no other session finds these rows by their keys.
-    def _stretches(self, transfer: AppendTransfer) -> Iterator[tuple[int, int, int]]:
-        """Tokens to ask for, and how far ahead of their indexes our positions are."""
+    def _stretches(self, transfer: AppendTransfer) -> Iterator[Stretch]:
+        """All that is to come, in order."""
         layout = transfer.append.layout
         token_bytes = sum(layout.row_bytes(spec.stream) for spec in layout.specs)
         step = max(STRETCH_BYTES // token_bytes // STRETCH_TOKENS, 1) * STRETCH_TOKENS
         whole, count = self._guest.whole_token_count, self._guest.token_count
         for begin in range(0, whole, step):
-            yield begin, min(begin + step, whole), 0
-        if self.has_gap:
-            self._await(self._leave_gap(transfer))
+            yield Stretch(begin, min(begin + step, whole), is_behind_gap=False)
         for begin in range(whole, count, step):
-            yield begin, min(begin + step, count), 1
+            yield Stretch(begin, min(begin + step, count), is_behind_gap=True)
 
     async def _leave_gap(self, transfer: AppendTransfer) -> None:
         append = transfer.append
@@ -151,15 +166,21 @@ class Arrival:
         framed.send(SocketFrameKind.HELLO, hello.SerializeToString())
         self._receive(framed, SocketFrameKind.WELCOME)
 
-    def _read(self, framed: FramedSocket, transfer: AppendTransfer, begin: int, end: int, ahead: int) -> None:
+    def _ask(self, framed: FramedSocket, stretch: Stretch) -> None:
         request = session_pb2.ReadSessionRequest(
             name=self._guest.name,
             model_fingerprint=self._guest.model_fingerprint,
             if_generation_match=self._guest.generation,
-            range=session_pb2.TokenRange(begin=begin, end=end),
+            range=session_pb2.TokenRange(begin=stretch.begin, end=stretch.end),
             is_quiet=True,
         )
         framed.send(SocketFrameKind.READ, request.SerializeToString())
+
+    def _read(self, framed: FramedSocket, transfer: AppendTransfer, stretch: Stretch) -> None:
+        if stretch.is_behind_gap and stretch.begin == self._guest.whole_token_count:
+            self._await(self._leave_gap(transfer))
+        # Behind a gap our positions are one ahead of the other store's indexes.
+        ahead, end = int(stretch.is_behind_gap), stretch.end + stretch.is_behind_gap
         self._receive(framed, SocketFrameKind.READ_HEADER)
         room = None
         while (
@@ -171,7 +192,7 @@ class Arrival:
             last = transfer.append.check(stream, first, frame.data_bytes)
             if room is None:
                 # Room for the whole stretch at once: every stream fills it.
-                room = self._await(transfer.room(end + ahead))
+                room = self._await(transfer.room(end))
             places = room.places(stream, first, last)
             if places is None:
                 raise FrameError("the other store sends tokens that were not asked for")
@@ -182,9 +203,8 @@ class Arrival:
                 raise ChecksumMismatch(field=f"{stream} at token {first}")
             transfer.append.received[stream] = last
             self.size_bytes += frame.data_bytes
-        commit = session_pb2.AppendCommit(token_count=end + ahead)
-        self._await(transfer.commit(commit))
-        self.token_count = end + ahead
+        self._await(transfer.commit(session_pb2.AppendCommit(token_count=end)))
+        self.token_count = end
 
     def _receive(self, framed: FramedSocket, *kinds: SocketFrameKind) -> SocketFrame:
         if not framed.wait(STALL_TIMEOUT_S):
