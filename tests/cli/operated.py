@@ -1,11 +1,11 @@
 """A server for what operators do.
 
-Two SSD paths, a share for its one tenant, faults, and a session to work on.
+Two SSD paths, a share for its one tenant, faults, a fleet of one, and a session to work on.
 """
 
 from pathlib import Path
 
-from server_process import ServerProcess
+from server_process import ServerProcess, write_secret
 from stored import connected, model_spec, store_session
 
 from ctxcache.format.model import with_version
@@ -16,9 +16,10 @@ SESSION = "chat-17"
 def operated_server(directory: Path) -> ServerProcess:
     """One that is not started yet; its first SSD path is `directory/ssd`."""
     paths = ("--ssd-directories", str(directory / "ssd"), "--ssd-directories", str(directory / "other"))
-    return ServerProcess(
-        directory / "data", "--tenant-shares", "default=0.5", "--fault-injection", "true", *paths
-    )
+    write_secret(directory / "secret", "a secret of this fleet of stores")
+    fleet = ("--fleet-bucket", f"file://{directory}/bucket", "--fleet-secret-file", str(directory / "secret"))
+    others = ("--tenant-shares", "default=0.5", "--fault-injection", "true")
+    return ServerProcess(directory / "data", *others, *fleet, *paths)
 
 
 def prepare(target: str) -> None:

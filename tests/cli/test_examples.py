@@ -96,7 +96,11 @@ def test_an_example_works(
     line = line.replace("/ssd", str(server.data_directory.parent / "ssd"))
     line = line.replace("/var/lib/ctxcache", str(place / "state" / "ctxcache"))
     line = line.replace("127.0.0.1:7420", server.target).replace("--duration 1h", "--duration 0.3s")
-    line = line.replace("/new", str(tmp_path / "new")).replace("monday", str(tmp_path / "monday"))
+    line = (
+        line.replace("s3://kv/fleet", f"file://{tmp_path}/bucket")
+        .replace("/new", str(tmp_path / "new"))
+        .replace("monday", str(tmp_path / "monday"))
+    )
     environment = SMALL | {
         "CTXCACHE_TARGET": server.target,
         "XDG_STATE_HOME": str(place / "state"),

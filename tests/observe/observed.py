@@ -11,6 +11,7 @@ import grpc
 from fakes import FakeClock
 from google.protobuf.duration_pb2 import Duration
 from scraped import Values, parsed
+from server_process import write_secret
 from service_rig import Client, GrpcWay
 
 from ctxcache.server.server import Server
@@ -42,6 +43,12 @@ async def observed(directory: Path, **changes: Any) -> AsyncIterator[tuple[Serve
             yield server, client, clock
     finally:
         await server.stop()
+
+
+def fleet_of_one(directory: Path) -> dict[str, Any]:
+    """The settings of a store that is the first of its fleet."""
+    write_secret(directory / "secret", "a secret of this fleet of stores")
+    return {"fleet_bucket": f"file://{directory}/bucket", "fleet_secret_file": directory / "secret"}
 
 
 async def fetch(server: Server, path: str, *, head: bytes = b"", method: str = "GET") -> tuple[int, str]:

@@ -9,7 +9,7 @@ from alert_rules import ALERTS, entries
 from alert_series import SERIES
 from dashboard_json import names_in, queries
 from dashboard_table import STORE, WORKER, Board
-from observed import load, observed, values_of
+from observed import fleet_of_one, load, observed, values_of
 from promtool import ROOT, answered, failed_in, needs_promtool, run, series_of
 from scraped import Values
 
@@ -115,7 +115,8 @@ def test_a_dashboard_is_what_grafana_takes(made: Board, file: str) -> None:
 
 async def _scrapes(directory: Path) -> tuple[Values, Values]:
     """Before a load, and after it."""
-    async with observed(directory, tenant_shares="default=0.5:0.9") as (server, client, clock):
+    fleet = fleet_of_one(directory)
+    async with observed(directory, tenant_shares="default=0.5:0.9", **fleet) as (server, client, clock):
         before = await values_of(server)
         await load(client, clock)
         await client.get("s23")

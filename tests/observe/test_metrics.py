@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from observed import fetch, load, observed, value, values_of
+from observed import fetch, fleet_of_one, load, observed, value, values_of
 from service_rig import GrpcWay
 
 from ctxcache.observe.exposition import OTHER, TENANTS_SHOWN, shown_tenants
@@ -27,13 +27,12 @@ WITHOUT_A_METRIC = {
 }
 """Settings whose right value no figure tells."""
 ONLY_WITH_A_LIMIT = {"ctxcache_tenant_limit_bytes"}
-ONLY_IN_A_FLEET = "ctxcache_fleet_"
-"""What `tests/fleet` looks at: a store that is alone has none of it."""
 
 
 async def test_every_metric_of_the_table_is_exposed_and_no_other(tmp_path: Path) -> None:
     """After some load each has a sample, with the labels and the type that the table says."""
-    async with observed(tmp_path, tenant_shares="default=0.5:0.9") as (server, client, clock):
+    fleet = fleet_of_one(tmp_path)
+    async with observed(tmp_path, tenant_shares="default=0.5:0.9", **fleet) as (server, client, clock):
         await load(client, clock)
         await client.get("s23")
         values = await values_of(server)
@@ -48,7 +47,7 @@ async def test_every_metric_of_the_table_is_exposed_and_no_other(tmp_path: Path)
         )
         found |= set(names)
         assert f"# TYPE {metric.name} {metric.kind.value}\n" in text
-        if metric.name not in ONLY_WHEN_IT_FAILS and not metric.name.startswith(ONLY_IN_A_FLEET):
+        if metric.name not in ONLY_WHEN_IT_FAILS:
             labels = {name for sample in values[names[-1]] for name, _ in sample}
             assert labels == set(metric.labels), metric.name
     assert set(values) <= found

@@ -51,7 +51,7 @@ FLEET = Section(
             advice="0.5; less where a prompt is computed sooner than that",
             watch="ctxcache_fleet_no_answers_total",
             least=0.01,
-            most=30,
+            most=300,
         ),
         Knob(
             name="fleet_beat_s",
