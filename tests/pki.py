@@ -33,11 +33,18 @@ class Pki:
         return self.directory / f"{name}.pem"
 
     def issue(
-        self, name: str, authority: str, *, days: int = 2, common_name: str | None = None, names: str = ""
+        self,
+        name: str,
+        authority: str,
+        *,
+        days: int = 2,
+        common_name: str | None = None,
+        names: str = "",
+        address: str = "IP:127.0.0.1",
     ) -> tuple[Path, Path]:
         """Make a certificate for 127.0.0.1; it and its key. Negative days: it has expired.
 
-        `names`: further ones, as openssl writes them: `URI:…,DNS:…`.
+        `names`: further ones, as openssl writes them: `URI:…,DNS:…`. `address`: another one, or none.
         """
         self._run(
             "req",
@@ -53,9 +60,7 @@ class Pki:
             "-out",
             f"{name}.csr",
         )
-        (self.directory / "san").write_text(
-            f"subjectAltName={','.join(filter(None, ('IP:127.0.0.1', names)))}\n"
-        )
+        (self.directory / "san").write_text(f"subjectAltName={','.join(filter(None, (address, names)))}\n")
         self._run(
             "x509",
             "-req",

@@ -15,7 +15,7 @@ from typing import Any, Self
 import grpc
 
 from ctxcache.errors import InvalidConfiguration
-from ctxcache.runtime.files import check_secret, secret_refusal
+from ctxcache.runtime.files import check_secret, secret_refusal, stamp
 from ctxcache.wire.address import Address
 
 # By number, as `verify_code` has it; the names of these codes are not in Python's `ssl`.
@@ -78,6 +78,11 @@ class ClientTls:
         if not any((ca, certificate, key, server_name)):
             return None
         return cls(None if str(ca) == SYSTEM else ca, certificate, key, server_name)
+
+    def stamps(self) -> list[tuple[int, ...]]:
+        """Numbers that change with one of the files."""
+        files = (self.ca, self.certificate, self.key)
+        return [stamp(Path(file)) for file in files if file is not None]
 
     def credentials(self) -> grpc.ChannelCredentials:
         """The credentials in gRPC's type. Raises InvalidConfiguration."""

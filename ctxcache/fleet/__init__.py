@@ -11,7 +11,6 @@ answer; the sessions that are here are served on, and what another host has is c
 import asyncio
 import logging
 import secrets
-import ssl
 import time
 import uuid
 from collections import Counter
@@ -89,7 +88,7 @@ class Fleet:
         self._cache, self._register, self._secret, self._bucket = cache, register, secret, bucket
         self._calls, self._beat_s = calls, beat_s
         self._turns = Turns()
-        self._tls: ssl.SSLContext | None = None if tls is None else tls.context()
+        self._tls = tls
         self._threads: ThreadPoolExecutor = started_pool(THREADS, "fleet")
         self._asking = Asking(self._threads, tls, token)
         self.claims = Claims(

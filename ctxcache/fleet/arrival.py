@@ -12,7 +12,6 @@ shorter session.
 import asyncio
 import logging
 import socket
-import ssl
 import struct
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from ctxcache.cache import Cache
+from ctxcache.client.credentials import ClientTls
 from ctxcache.errors import CacheError, ChecksumMismatch
 from ctxcache.identity import ArenaGrant
 from ctxcache.service import validate
@@ -64,7 +64,7 @@ class Arrival:
     """One session that comes."""
 
     def __init__(
-        self, cache: Cache, calls: Admission, offer: Offer, session_id: str, tls: ssl.SSLContext | None
+        self, cache: Cache, calls: Admission, offer: Offer, session_id: str, tls: ClientTls | None
     ) -> None:
         """`session_id`: of the empty session that was made for it, of the guest's layout."""
         self._cache, self._calls, self._offer, self._tls = cache, calls, offer, tls
@@ -148,8 +148,10 @@ class Arrival:
         connected = socket.create_connection((self._offer.host, ticket.tcp_port), CONNECT_TIMEOUT_S)
         if self._tls is not None:
             try:
-                connected = self._tls.wrap_socket(connected, server_hostname=self._offer.host)
-            except OSError:
+                # Read anew for each: a process outlives its certificates.
+                name = self._tls.server_name or self._offer.host
+                connected = self._tls.context().wrap_socket(connected, server_hostname=name)
+            except (OSError, CacheError):
                 connected.close()
                 raise
         framed = FramedSocket(connected)

@@ -15,7 +15,7 @@ from ctxcache.wire.address import Address
 def check_fleet(settings: Settings) -> None:
     """Raise InvalidConfiguration for a fleet that cannot be opened. The bucket is not asked."""
     if not settings.fleet_bucket:
-        for name in ("fleet_secret_file", "fleet_token_file", "fleet_address"):
+        for name in ("fleet_secret_file", "fleet_token_file", "fleet_address", "fleet_server_name"):
             if getattr(settings, name):
                 raise InvalidConfiguration(source=name, problem="needs fleet_bucket beside it")
         return
@@ -48,10 +48,13 @@ def secret_of(settings: Settings) -> Secret:
 def credentials_of(settings: Settings) -> tuple[ClientTls | None, OwnTokenFile | None]:
     """What this store shows to others. Raises InvalidConfiguration."""
     tls = None
+    name = settings.fleet_server_name or None
     if settings.tls_certificate is not None:
         # Others' certificates are of the authority that signs callers', or of one that the system trusts.
-        tls = ClientTls(settings.tls_client_ca, settings.tls_certificate, settings.tls_key)
+        tls = ClientTls(settings.tls_client_ca, settings.tls_certificate, settings.tls_key, name)
         tls.context()
+    elif name:
+        raise InvalidConfiguration(source="fleet_server_name", problem="needs tls_certificate beside it")
     token = settings.fleet_token_file
     return tls, None if token is None else OwnTokenFile(_there(token))
 

@@ -54,7 +54,8 @@ class Asking:
         self, threads: ThreadPoolExecutor, tls: ClientTls | None, token: OwnTokenFile | None
     ) -> None:
         self._threads, self._tls, self._token = threads, tls, token
-        self._wires: dict[str, Wire] = {}
+        self._wires: dict[str, tuple[list[tuple[int, ...]], Wire]] = {}
+        """By address, with the stamps of the certificates that were shown."""
         self._silent_until: dict[str, float] = {}
 
     async def yield_(self, name: Name, source: Source, term: int) -> Offer:
@@ -81,10 +82,13 @@ class Asking:
         return wire.call(wire.peers.YieldSession, request)
 
     def _wire(self, address: str) -> Wire:
-        wire = self._wires.get(address)
-        if wire is None:
+        stamps = [] if self._tls is None else self._tls.stamps()
+        then, wire = self._wires.get(address, ([], None))
+        if wire is None or then != stamps:
             Address.of(address)
-            wire = self._wires[address] = Wire(address, YIELD_TIMEOUT_S, self._tls, self._token)
+            # Renewed certificates hold from here on. Calls under way end on the connection that they have.
+            wire = Wire(address, YIELD_TIMEOUT_S, self._tls, self._token)
+            self._wires[address] = stamps, wire
         return wire
 
     async def problem_of(self, address: str) -> str:
@@ -102,7 +106,7 @@ class Asking:
 
     def close(self) -> None:
         """End every connection."""
-        for wire in self._wires.values():
+        for _, wire in self._wires.values():
             wire.close()
         self._wires.clear()
 

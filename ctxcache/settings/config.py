@@ -170,6 +170,7 @@ class Settings(BaseSettings):
     fleet_bucket: str = _knob("fleet_bucket")
     fleet_secret_file: Path | None = _knob("fleet_secret_file")
     fleet_address: OwnAddress = _knob("fleet_address")
+    fleet_server_name: str = _knob("fleet_server_name")
     fleet_token_file: Path | None = _knob("fleet_token_file")
     fleet_patience_s: Seconds = _knob("fleet_patience_s")
     fleet_beat_s: Seconds = _knob("fleet_beat_s")

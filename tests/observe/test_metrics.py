@@ -22,7 +22,7 @@ WITHOUT_A_METRIC = {
     *("tls_certificate", "tls_key", "tls_client_ca", "insecure_listen", "identities", "token_hashes"),
     *("metrics_tls_certificate", "metrics_tls_key", "metrics_token_file", "status_names"),
     *("arena_huge_pages", "arena_sealed", "rebuild_metadata", "fault_injection"),
-    *("fleet_secret_file", "fleet_address", "fleet_token_file", "fleet_beat_s"),
+    *("fleet_secret_file", "fleet_address", "fleet_server_name", "fleet_token_file", "fleet_beat_s"),
     *("log_level", "log_format", "trace_ratio", "max_retention_s", "prefill_tokens_per_s"),
 }
 """Settings whose right value no figure tells."""

@@ -37,6 +37,15 @@ FLEET = Section(
             advice="the pod's or host's own address, never a service that may choose another store",
         ),
         Knob(
+            name="fleet_server_name",
+            kind=KnobKind.NAME,
+            default="",
+            shown="the host of each one's address",
+            help="Name that every store's certificate has, where it does not have its address.",
+            more="Pods have addresses that no certificate can know: stores of a fleet share a name then.",
+            advice="a name that only the fleet's stores have certificates of",
+        ),
+        Knob(
             name="fleet_token_file",
             kind=KnobKind.FILE,
             help="Token of the role `peer` that this store shows to others that have `token_hashes`.",

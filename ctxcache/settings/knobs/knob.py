@@ -37,6 +37,7 @@ class KnobKind(enum.Enum):
     COUNT = "COUNT"
     SWITCH = "BOOL"
     WORD = "WORD"
+    NAME = "NAME"
     SHARES = "NAME=SHARE,..."
     IDENTITIES = "SUBJECT=TENANT,..."
 
@@ -63,6 +64,7 @@ _UNITS = {
     KnobKind.SECONDS: "seconds",
     KnobKind.SWITCH: "true or false",
     KnobKind.WORD: "word",
+    KnobKind.NAME: "name",
     KnobKind.SHARES: "shares by tenant",
     KnobKind.IDENTITIES: "rules",
 }
