@@ -17,7 +17,7 @@ COPY ctxcache ctxcache
 COPY gpu_worker gpu_worker
 COPY proto proto
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    /opt/ctxcache/bin/pip install --no-cache-dir ".[server]"
+    /opt/ctxcache/bin/pip install --no-cache-dir ".[fleet]"
 
 FROM build AS build-worker
 ARG TORCH=torch==2.13.0

@@ -139,6 +139,10 @@ class User:
         self.outdated = 0
         """Turns that found what another store had superseded, and cut it."""
 
+    def go_over_to(self, stores: Stores) -> None:
+        """Talk to other stores from here on."""
+        self._stores = stores
+
     def found(self, number: int, *, may_be_outdated: bool = False) -> int:
         """How many tokens a store has of it; every row is compared.
 

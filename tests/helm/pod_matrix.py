@@ -6,11 +6,13 @@ this machine's network writes durably, the store is killed, and runs again on th
 
 import contextlib
 import http.client
+import json
 import os
+import re
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.credentials import ClientTls
 from ctxcache.client.types import Durability
-from ctxcache.errors import Unauthenticated
+from ctxcache.errors import SessionNotFound, Unauthenticated
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import TOKENS, DType, StateKind, Stream, StreamSpec
 from ctxcache.identity import Token, digest_of, new_secret, parse_grant
+from tests.fleet import seaweed
 
 IMAGES = built_images()
 pytestmark = [
@@ -47,7 +50,6 @@ ROW_BYTES = 32
 TOKEN_COUNT = 300
 NAMESPACE = "inference"
 METRICS_TOKEN = "0123456789abcdef"  # noqa: S105  # of a test
-STORE = "statefulset/cache-ctxcache"
 SMALL = {
     "arena": {"sizeMiB": 128},
     "memoryOverheadMiB": 512,
@@ -92,15 +94,20 @@ class Release:
     """The chart, rendered for this machine."""
 
     def __init__(
-        self, directory: Path, values: dict[str, Any], secrets: Mapping[str, Mapping[str, bytes]]
+        self,
+        directory: Path,
+        values: dict[str, Any],
+        secrets: Mapping[str, Mapping[str, bytes]],
+        name: str = "cache",
     ) -> None:
+        self.name = name
         self.values = _merged(_merged({"store": SMALL}, _ports()), values)
-        self._file = directory / "values.yaml"
+        self._file = directory / f"{name}.yaml"
         self._file.write_text(yaml.safe_dump(self.values))
-        text = helm("template", "cache", str(CHART), "--namespace", NAMESPACE, "--values", str(self._file))
-        self.cluster = Cluster(text, directory / "node", images=IMAGES, namespace=NAMESPACE)
-        for name, content in secrets.items():
-            self.cluster.add_secret(name, content)
+        text = helm("template", name, str(CHART), "--namespace", NAMESPACE, "--values", str(self._file))
+        self.cluster = Cluster(text, directory / f"node-{name}", images=IMAGES, namespace=NAMESPACE)
+        for secret, content in secrets.items():
+            self.cluster.add_secret(secret, content)
         self.pods: list[Pod] = []
 
     @property
@@ -108,9 +115,9 @@ class Release:
         """Where a client of this machine finds the store."""
         return f"127.0.0.1:{self.values['service']['port']}"
 
-    def run(self, workload: str = STORE) -> Pod:
-        """Start a pod; removed with the release."""
-        pod = Pod(self.cluster, workload)
+    def run(self, workload: str = "") -> Pod:
+        """Start a pod, the store's where no other is named; removed with the release."""
+        pod = Pod(self.cluster, workload or f"statefulset/{self.name}-ctxcache")
         self.pods.append(pod)
         pod.start()
         return pod
@@ -132,9 +139,11 @@ def release(tmp_path: Path) -> Iterator[Any]:
             parent.chmod(parent.stat().st_mode | 0o011)
 
     def make(
-        values: dict[str, Any] | None = None, secrets: Mapping[str, Mapping[str, bytes]] | None = None
+        values: dict[str, Any] | None = None,
+        secrets: Mapping[str, Mapping[str, bytes]] | None = None,
+        name: str = "cache",
     ) -> Release:
-        made.append(Release(tmp_path, values or {}, secrets or {}))
+        made.append(Release(tmp_path, values or {}, secrets or {}, name))
         return made[-1]
 
     yield make
@@ -325,6 +334,74 @@ def test_callers_show_certificates_and_tokens_and_backups_come_back(release: Any
     restored.run().wait_ready()
     with _remote(restored.target, **options) as client:
         _assert_rows_are_there(client, "alice")
+
+
+def test_a_store_becomes_one_of_a_fleet_with_what_it_has(release: Any, tmp_path: Path) -> None:
+    """The procedure of docs/fleet.md, over a real object store.
+
+    A store that was alone, its pod made anew with a bucket, and a second store, which finds what the first
+    had. They verify each other by a name: no certificate has a pod's address.
+    """
+    pki, name = Pki(tmp_path), "stores.example"
+    pki.authority("authority")
+    pki.issue("stores", "authority", names=f"DNS:{name}", address="")
+    files = {"tls.crt": "stores.pem", "tls.key": "stores.key", "ca.crt": "authority.pem"}
+    secrets = {
+        "stores-tls": {key: (tmp_path / file).read_bytes() for key, file in files.items()},
+        "fleet": {"secret": b"one secret of all these stores"},
+        "seaweedfs": {key: value.encode() for key, value in seaweed.VARIABLES.items()},
+    }
+    tls = ClientTls(tmp_path / "authority.pem", tmp_path / "stores.pem", tmp_path / "stores.key", name)
+    values = {"tls": {"mode": "secret", "secretName": "stores-tls"}}
+    alone = release(values, secrets)
+    pod = alone.run()
+    pod.wait_ready()
+    with _remote(alone.target, tls=tls) as client:
+        _write(client, "alice")
+    assert pod.stop()["store"][0] == 0
+    alone.end()
+
+    with seaweed.Seaweed(tmp_path) as bucket:
+        fleet = {
+            "bucket": f"s3://{seaweed.BUCKET}/pods",
+            "endpoint": bucket.endpoint,
+            "secretName": "fleet",
+            "credentialsSecret": "seaweedfs",
+            "serverName": name,
+        }
+        first = release(alone.values | {"store": SMALL | {"fleet": fleet}}, secrets)
+        other = release(values | {"store": {"fleet": fleet}}, secrets, "other")
+        one, two = first.run(), other.run()
+        one.wait_ready()
+        two.wait_ready()
+        page = (ROOT / "docs" / "fleet.md").read_text()
+        (lines,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+        typed = one.execute("store", ["python", "-c", lines])
+        assert typed.returncode == 0, typed.stderr
+        socket_ = "unix:/run/ctxcache/ctxcache.sock"
+        said = one.execute("store", ["ctxcache", "--target", socket_, "fleet", "status", "--output", "json"])
+        nodes = json.loads(said.stdout)["nodes"]
+        with _remote(other.target, tls=tls) as client:
+            _until(lambda: _has(client, "alice"))
+            _assert_rows_are_there(client, "alice")
+
+        assert [(node["is_answering"], node.get("problem", "")) for node in nodes] == [(True, "")] * 2, said
+        assert two.stop()["store"][0] == 0, two.log()
+        assert one.stop()["store"][0] == 0, one.log()
+
+
+def _has(client: Client, session_id: str) -> bool:
+    try:
+        return bool(client.sessions.get(f"sessions/{session_id}").token_count)
+    except SessionNotFound:
+        return False
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_platform_gives_it_a_user_of_its_own(release: Any) -> None:

@@ -397,7 +397,8 @@ def test_a_digest_wins_over_a_tag() -> None:
         (['store.ssd=[{"name":"a"}]'], "a has no size, which a StatefulSet needs"),
         (['store={"kind":"DaemonSet","ssd":[{"name":"a","size":"1Gi"}]}'], "a has no hostPath"),
         (["service.port=70000"], "service.port"),
-        (["store.replicas=2"], "clientsChooseTheirStore"),
+        (["store.replicas=2"], "Set store.fleet.bucket: a fleet's sessions go on"),
+        (["store.replicas=2"], "Or set store.clientsChooseTheirStore where each client"),
         (
             ["store.replicas=2", "store.clientsChooseTheirStore=true", 'store.data.existingClaim="x"'],
             "store.data.existingClaim is of one store",
@@ -436,7 +437,7 @@ def test_what_cannot_be_is_refused_with_its_reason(sets: list[str], said: str) -
 def test_a_refusal_does_not_rest_on_the_schema() -> None:
     """It is said in a sentence where schemas are passed over."""
     skipped = ("--skip-schema-validation", "--set", "store.replicas=2")
-    with pytest.raises(RenderError, match=r"Set store\.clientsChooseTheirStore where each client"):
+    with pytest.raises(RenderError, match=r"Set store\.fleet\.bucket"):
         helm("template", "cache", str(CHART), *skipped)
 
 
@@ -462,7 +463,7 @@ def test_every_value_is_used() -> None:
 @pytest.mark.parametrize("case", ["default", "node-local"])
 def test_notes_warn(case: str, tmp_path: Path) -> None:
     """Dangerous settings are told at install."""
-    notes = _notes(case, tmp_path)
+    notes = notes_of(case, tmp_path)
     assert "WARNING: tls.mode is none" in notes
     assert ("host paths are used" in notes) == (case == "node-local")
     assert ("nothing is backed up" in notes) == (case == "default")
@@ -470,7 +471,8 @@ def test_notes_warn(case: str, tmp_path: Path) -> None:
     assert "no public registry has" in notes
 
 
-def _notes(case: str, tmp_path: Path) -> str:
+def notes_of(case: str, tmp_path: Path) -> str:
+    """The notes that an installation of a case shows."""
     copy = tmp_path / "ctxcache"
     shutil.copytree(CHART, copy)
     # Only an installation shows notes, and that needs a cluster: so as an object.
@@ -482,7 +484,7 @@ def _notes(case: str, tmp_path: Path) -> str:
 
 def test_notes_say_how_a_client_chooses(tmp_path: Path) -> None:
     """Every store by its name, and no address of all."""
-    notes = _notes("shards", tmp_path)
+    notes = notes_of("shards", tmp_path)
     for number in (0, 1):
         assert f"cache-ctxcache-{number}.cache-ctxcache-stores.default.svc:7420" in notes
     assert "They share nothing" in notes

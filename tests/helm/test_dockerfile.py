@@ -65,6 +65,11 @@ def test_images_say_what_they_are_and_how_they_are() -> None:
     assert all(one.startswith("--mount=type=secret,id=pip,") for one in installs)
 
 
+def test_the_stores_image_can_be_one_of_a_fleet() -> None:
+    """It has the client of object stores, which the chart's `store.fleet` needs."""
+    assert 'pip install --no-cache-dir ".[fleet]"' in _stage("build")
+
+
 def test_images_bring_bytecode() -> None:
     """Bytecode is kept in an image: without it each start and each health check compiles all modules."""
     assert "--no-compile" not in DOCKERFILE.read_text()

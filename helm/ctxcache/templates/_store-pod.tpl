@@ -79,16 +79,40 @@ spec:
     - name: store
       image: {{ include "ctxcache.image" . }}
       imagePullPolicy: {{ .Values.image.pullPolicy }}
+      {{- if .Values.store.fleet.bucket }}
+      args: [serve, --output, json, {{ printf "--fleet-address=$(POD_IP):%v" .Values.service.port | quote }}]
+      {{- else }}
       args: [serve, --output, json]
+      {{- end }}
       env:
         - name: CTXCACHE_CONFIG
           value: /etc/ctxcache/ctxcache.toml
+        {{- if .Values.store.fleet.bucket }}
+        - name: POD_IP
+          valueFrom:
+            fieldRef:
+              fieldPath: status.podIP
+        {{- with .Values.store.fleet.endpoint }}
+        - name: AWS_ENDPOINT_URL
+          value: {{ . | quote }}
+        {{- end }}
+        {{- with .Values.store.fleet.region }}
+        - name: AWS_REGION
+          value: {{ . | quote }}
+        {{- end }}
+        {{- end }}
         {{- with .Values.store.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
-      {{- with .Values.store.extraEnvFrom }}
+      {{- if or .Values.store.fleet.credentialsSecret .Values.store.extraEnvFrom }}
       envFrom:
+        {{- with .Values.store.fleet.credentialsSecret }}
+        - secretRef:
+            name: {{ . }}
+        {{- end }}
+        {{- with .Values.store.extraEnvFrom }}
         {{- toYaml . | nindent 8 }}
+        {{- end }}
       {{- end }}
       ports:
         - name: grpc
@@ -180,6 +204,16 @@ spec:
           mountPath: /etc/ctxcache-tokens
           readOnly: true
         {{- end }}
+        {{- if .Values.store.fleet.bucket }}
+        - name: fleet
+          mountPath: /etc/ctxcache-fleet
+          readOnly: true
+        {{- end }}
+        {{- if .Values.store.fleet.tokenSecret }}
+        - name: fleet-token
+          mountPath: /etc/ctxcache-fleet-token
+          readOnly: true
+        {{- end }}
         {{- if and .Values.metrics.tls.enabled .Values.metrics.tls.secretName }}
         - name: metrics-tls
           mountPath: /etc/ctxcache-metrics-tls
@@ -229,6 +263,18 @@ spec:
     {{- end }}
     {{- with .Values.auth.tokenHashesSecret }}
     - name: tokens
+      secret:
+        secretName: {{ . }}
+        defaultMode: 0440
+    {{- end }}
+    {{- if .Values.store.fleet.bucket }}
+    - name: fleet
+      secret:
+        secretName: {{ include "ctxcache.fleetSecretName" . }}
+        defaultMode: 0440
+    {{- end }}
+    {{- with .Values.store.fleet.tokenSecret }}
+    - name: fleet-token
       secret:
         secretName: {{ . }}
         defaultMode: 0440
