@@ -239,11 +239,15 @@ def run(directory: Path, *, stores: int, users: int, faults: int, seed: int) -> 
 def strip(directory: Path) -> str:
     """A bucket whose conditions are taken off on the way; what the store that refuses it says."""
     with ExitStack() as held:
-        bucket = held.enter_context(seaweed.Seaweed(directory))
+        bucket = held.enter_context(seaweed.Seaweed(directory, is_open=True))
         proxy = held.enter_context(BucketProxy(bucket.port))
         proxy.mode = "strip"
         stores = Stores(directory, 0, bucket="s3://fleet/cluster")
-        variables = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
+        # Conditions are signed. Without signatures whoever is on the way can take them off.
+        variables = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}",
+            "AWS_SKIP_SIGNATURE": "true",
+        }
         stores.add_process(environment=seaweed.VARIABLES | variables)
         try:
             with stores:

@@ -29,14 +29,17 @@ def program() -> str | None:
 class Seaweed:
     """A running one. A context manager; `kill` and `start` again keep its data and its ports."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, is_open: bool = False) -> None:
+        """`is_open`: nobody is asked for a signature, so that a proxy may change what is asked."""
         self._directory = directory
         self._data, config = directory / "weed", directory / "s3.json"
         self._data.mkdir()
         actions = ["Admin", "Read", "Write", "List"]
-        one = {"name": "a", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": actions}
+        keys = {"credentials": [{"accessKey": KEY, "secretKey": SECRET}]}
+        one = {"name": "anonymous" if is_open else "a", "actions": actions, **({} if is_open else keys)}
         config.write_text(json.dumps({"identities": [one]}))
         ports = _free_ports(6)
+        self._is_open = is_open
         self.port = ports[0]
         self._command = [
             *(str(program()), "server", f"-dir={self._data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3"),
@@ -66,7 +69,7 @@ class Seaweed:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
         deadline = time.monotonic() + START_TIMEOUT_S
         # Volumes and the bucket come with the first object that is put.
-        while not _is_writing(self.endpoint):
+        while not _is_writing(self.endpoint, is_open=self._is_open):
             assert self._process.poll() is None, "it ended"
             assert time.monotonic() < deadline, "it does not listen"
             time.sleep(0.2)
@@ -78,13 +81,14 @@ class Seaweed:
             self._process.wait()
 
 
-def _is_writing(endpoint: str) -> bool:
+def _is_writing(endpoint: str, *, is_open: bool) -> bool:
     store = S3Store(
         BUCKET,
         endpoint=endpoint,
         access_key_id=KEY,
         secret_access_key=SECRET,
         region="us-east-1",
+        skip_signature=is_open,
         client_options={"allow_http": True, "timeout": "5s"},
         retry_config={"max_retries": 0},
     )
