@@ -314,7 +314,7 @@ class Sessions:
         source, kept = self._forkable(tenant, session_id, generation, token_count)
         self._metadata.check()
         if replaces is None:
-            self._check_new(tenant, new_id)
+            self.check_new(tenant, new_id)
         else:
             self._replaceable(source, kept, new_id, replaces)
         counted: Count | None = None
@@ -563,6 +563,19 @@ class Sessions:
                 )
             await asyncio.sleep(0)
 
+    def check_new(self, tenant: str, session_id: str) -> None:
+        """Raise TooManyRequests, SessionAlreadyExists where no session of this name may begin."""
+        limit = self._state.limits.session_count
+        names = self._ledger.names
+        # Guests stay for an hour, and nobody could do anything about them.
+        count, own = self._ledger.session_count - names.guest_count, names.own_count(tenant)
+        if self._state.limits.bound(limit).is_reached(count, own):
+            # The limit counts sessions. Blocks have a limit of their own.
+            raise TooManyRequests(what="sessions", limit=limit)
+        known = self._ledger.named(tenant, session_id)
+        if known and known.expire_time_ns > self._state.clock.now_ns():
+            raise SessionAlreadyExists(session=known.name)
+
     # -- a fleet of hosts ----------------------------------------------------------------------------
 
     def retire(self, session: Session, until_ns: int) -> None:
@@ -583,6 +596,11 @@ class Sessions:
         guest.expiration = expiration
         if is_pinned:
             self._ledger.pinned(guest, is_pinned=True)
+        self._ledger.touched(guest, self._state.clock.now_ns())
+
+    def end_soon(self, guest: Session) -> None:
+        """A guest ends with the next ones whose time has come."""
+        guest.expiration = Expiration(None, self._state.clock.now_ns())
         self._ledger.touched(guest, self._state.clock.now_ns())
 
     async def renamed(self, session: Session) -> None:
@@ -654,16 +672,6 @@ class Sessions:
         if count > max(limit, ranges.fragment_count(session.live, session.log_end)):
             raise SessionTooFragmented(session=session.name, fragment_count=count, limit=limit)
 
-    def _check_new(self, tenant: str, session_id: str) -> None:
-        limit = self._state.limits.session_count
-        own = len(self._ledger.names.ids(tenant))
-        if self._state.limits.bound(limit).is_reached(self._ledger.session_count, own):
-            # The limit counts sessions. Blocks have a limit of their own.
-            raise TooManyRequests(what="sessions", limit=limit)
-        known = self._ledger.named(tenant, session_id)
-        if known and known.expire_time_ns > self._state.clock.now_ns():
-            raise SessionAlreadyExists(session=known.name)
-
     def _blank(
         self,
         tenant: str,
@@ -695,7 +703,7 @@ class Sessions:
 
     async def _admit(self, session: Session, source: Session | None = None) -> SessionView:
         # The name is checked once more: a fork has waited for flushes since the first check.
-        self._check_new(session.tenant, session.session_id)
+        self.check_new(session.tenant, session.session_id)
         # The old session of this name has expired and is not removed yet: one commit replaces it by the new
         # one.
         expired = self._ledger.named(session.tenant, session.session_id)

@@ -28,7 +28,13 @@ from ctxcache.core.fleet.register import NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.session import Expiration, Session
-from ctxcache.errors import CacheError, InvalidConfiguration, SessionMoved, SessionNotFound, Unavailable
+from ctxcache.errors import (
+    CacheError,
+    InvalidArgument,
+    InvalidConfiguration,
+    SessionMoved,
+    Unavailable,
+)
 from ctxcache.fleet.arrival import Arrival, Offer, bring
 from ctxcache.fleet.peers import Asking, Former
 from ctxcache.runtime.threads import started_pool
@@ -36,7 +42,7 @@ from ctxcache.service import convert, validate
 from ctxcache.service.admission import Admission
 from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.storage.bucket_probe import FEW_RACERS, probe
-from ctxcache.v1 import operations_pb2
+from ctxcache.v1 import operations_pb2, peer_pb2, session_pb2
 
 log = logging.getLogger(__name__)
 GUEST_TTL_NS = 3600 * 10**9
@@ -45,13 +51,15 @@ PUBLISH_INTERVAL_S = 1.0
 FORGET_INTERVAL_S = 60.0
 BEATS_OF_DOUBT = 3
 """Beats that may fail before this host asks the bucket for each session again."""
-THREADS = 16
-"""Questions to other hosts and arrivals at a time."""
+ARRIVALS = 16
+"""Sessions that come at a time."""
 PROVEN_FOR_S = 86400.0
 """How long a bucket is taken to honour conditions before it is tried again."""
 COMING_AT_ONCE = 64
 """Sessions of one look-up that are asked for at a time."""
 ANNOUNCED_AT_ONCE = 16
+BURIED_AT_ONCE = 256
+FORGOTTEN_PER_SLICE = 1000
 SAVE_WAIT_S = 1.0
 """How long a turn waits for the one before to be saved at another store. Then it is computed alone."""
 LOOK_INTERVAL_S = 0.1
@@ -80,17 +88,17 @@ class Fleet:
         bucket: str,
         node: str,
         beat_s: float,
-        calls: Admission,
         tls: ClientTls | None,
         token: OwnTokenFile | None,
     ) -> None:
-        """`calls`: the admission in which arrivals count."""
         self._cache, self._register, self._secret, self._bucket = cache, register, secret, bucket
-        self._calls, self._beat_s = calls, beat_s
-        self._turns = Turns()
+        self._beat_s, self._turns = beat_s, Turns()
+        # A count of their own: clients' streams are no reason to lose a session that comes.
+        self._calls = Admission("arrivals", ARRIVALS)
+        self._arriving = asyncio.Semaphore(ARRIVALS)
         self._tls = tls
-        self._threads: ThreadPoolExecutor = started_pool(THREADS, "fleet")
-        self._asking = Asking(self._threads, tls, token)
+        self._threads: ThreadPoolExecutor = started_pool(ARRIVALS, "fleet")
+        self._asking = Asking(tls, token)
         self.claims = Claims(
             register,
             secret,
@@ -102,11 +110,15 @@ class Fleet:
             nonce=partial(secrets.token_hex, 8),
             new_uid=lambda: uuid.uuid4().hex,
         )
-        self._announcing = asyncio.Semaphore(ANNOUNCED_AT_ONCE)
+        self._announcing: set[Name] = set()
+        """Sessions whose heads are written now."""
+        self._burying = 0
         self._settling: dict[Name, asyncio.Task[Verdict]] = {}
         self._background: set[asyncio.Task[object]] = set()
         self._former: dict[str, Former] = {}
-        """By a guest's uid, what it had before."""
+        """By a guest's uid, what it had before; the oldest first."""
+        self._guest_of: dict[Name, str] = {}
+        """The guest that a session has left here."""
         self._heard_s = time.monotonic()
         self._proven_s = 0.0
         """When the bucket was last found to honour conditions."""
@@ -188,29 +200,44 @@ class Fleet:
         if not self.problem:
             log.warning("fleet_bucket_silent error=%s", error)
         self.problem = str(error) or "no answer"
+        self._look_at_the_clock()
+
+    # Also where no beat has ended: one may wait long for its answer, and a host may have slept.
+    def _look_at_the_clock(self) -> None:
         if time.monotonic() - self._heard_s > BEATS_OF_DOUBT * self._beat_s:
             self.claims.doubt()
 
     async def _publish(self) -> None:
         while True:
             await asyncio.sleep(PUBLISH_INTERVAL_S)
-            for name in self.claims.private():
-                # One that fails is not asked again for all the others at once.
-                if name not in self._settling and not await self._announce(name):
+            names = [name for name in self.claims.private() if name not in self._settling]
+            for begin in range(0, len(names), ANNOUNCED_AT_ONCE):
+                heard = await asyncio.gather(*map(self._announce, names[begin : begin + ANNOUNCED_AT_ONCE]))
+                # Where there is no answer, all the others do not ask again at once.
+                if not all(heard):
                     break
 
     async def _forget(self) -> None:
         while True:
             await asyncio.sleep(FORGET_INTERVAL_S)
-            self.claims.forget(lambda name: self._session(name) is None and name not in self._settling)
-            gone = [uid for uid in self._former if not self.has_guest(uid)]
-            for uid in gone:
-                del self._former[uid]
+            try:
+                await self.claims.reclaim()
+            except (NoAnswer, ForeignObject) as error:
+                log.warning("fleet_not_reclaimed error=%s", error)
+            names = self.claims.names()
+            for begin in range(0, len(names), FORGOTTEN_PER_SLICE):
+                some = names[begin : begin + FORGOTTEN_PER_SLICE]
+                self.claims.forget([n for n in some if self._session(n) is None and n not in self._settling])
+                await asyncio.sleep(0)
+            for uid in [uid for uid in self._former if not self.has_guest(uid)]:
+                self._former.pop(uid, None)
+            self._guest_of = {name: uid for name, uid in self._guest_of.items() if uid in self._former}
 
     # -- what the services ask -----------------------------------------------------------------------
 
     def is_here(self, tenant: str, session_id: str) -> bool:
         """See Whereabouts."""
+        self._look_at_the_clock()
         return self.claims.is_here(Name(tenant, session_id))
 
     async def come(self, tenant: str, session_id: str) -> None:
@@ -225,35 +252,53 @@ class Fleet:
         """See Whereabouts."""
         away = [Name(tenant, one) for one in session_ids if not self.is_here(tenant, one)]
         for begin in range(0, len(away), COMING_AT_ONCE):
-            await asyncio.gather(*map(self._settle, away[begin : begin + COMING_AT_ONCE]))
+            verdicts = await asyncio.gather(*map(self._settle, away[begin : begin + COMING_AT_ONCE]))
+            # The bucket is silent. The caller has waited for that once, and once is enough.
+            if Verdict.UNKNOWN in verdicts:
+                return
 
     async def created(self, tenant: str, session_id: str) -> None:
         """See Whereabouts."""
         name = Name(tenant, session_id)
         # What another host had is taken over before the session is used. Else nobody waits for its head.
-        if not self.claims.created(name):
+        if self.claims.created(name):
+            if await self._published(name) is Verdict.ELSEWHERE:
+                raise SessionMoved(session=f"sessions/{session_id}")
+        # With more of them, or a bucket that is slow, it is the publisher's turn within a second.
+        elif len(self._announcing) < ANNOUNCED_AT_ONCE:
             self._spawn(self._announce(name))
-        elif await self.claims.publish(name) is Verdict.ELSEWHERE:
-            raise SessionMoved(session=f"sessions/{session_id}")
 
     async def _announce(self, name: Name) -> bool:
         """Write the head of a session that was created here. False: the bucket does not answer."""
+        if name in self._announcing:
+            return True
+        self._announcing.add(name)
         try:
-            async with self._announcing:
-                return await self.claims.publish(name) is not Verdict.UNKNOWN
+            return await self._published(name) is not Verdict.UNKNOWN
+        finally:
+            self._announcing.discard(name)
+
+    async def _published(self, name: Name) -> Verdict:
+        try:
+            return await self.claims.publish(name)
         except ForeignObject as error:
             log.error("fleet_head_unreadable error=%s", error)  # noqa: TRY400  the sentence says all
-            return True
+            return Verdict.ABSENT
 
     def deleted(self, tenant: str, session_id: str) -> None:
         """See Whereabouts."""
-        self._spawn(self._bury(Name(tenant, session_id)))
+        # One that is not buried is looked for here in vain, and is absent then, too.
+        if self._burying < BURIED_AT_ONCE:
+            self._burying += 1
+            self._spawn(self._bury(Name(tenant, session_id)))
 
     async def _bury(self, name: Name) -> None:
         try:
             await self.claims.bury(name)
         except NoAnswer as error:
             log.warning("fleet_head_not_buried error=%s", error)
+        finally:
+            self._burying -= 1
 
     async def _settle(self, name: Name) -> Verdict:
         """Settle a name; those who ask for one meanwhile wait for the same answer."""
@@ -274,7 +319,7 @@ class Fleet:
                 verdict = await self.claims.settle(name)
         except ForeignObject as error:
             log.error("fleet_head_unreadable error=%s", error)  # noqa: TRY400  the sentence says all
-            return Verdict.UNKNOWN
+            return Verdict.ABSENT
         loss = self.claims.losses.get(name)
         if verdict is Verdict.ABSENT and loss is Loss.OWNER_LOST:
             self._note(name, Event.OWNER_LOST, "its host does not answer")
@@ -363,6 +408,7 @@ class Fleet:
 
     def facts(self) -> FleetFacts:
         """This store's place in the fleet."""
+        self._look_at_the_clock()
         return FleetFacts(self.claims.counts, self.tenures(), self.claims.is_sure)
 
     def tenures(self) -> Counter[Tenure]:
@@ -405,6 +451,8 @@ class Fleet:
         for reservation in list(self._cache.appends.reservations()):
             if reservation.session is session:
                 self._cache.appends.release(reservation, is_abandoned=True)
+        self._end_guest(name)
+        self._guest_of[name] = session.uid.hex()
         self._former[session.uid.hex()] = Former.of(session)
         self._cache.sessions.retire(session, self._cache.state.clock.now_ns() + GUEST_TTL_NS)
         self._spawn(self._write_down(session))
@@ -420,44 +468,84 @@ class Fleet:
         self._cache.sessions.restore(guest, name.session_id, expiration, is_pinned=is_pinned)
         self._spawn(self._write_down(guest))
 
-    async def land(self, name: Name, uid: str, offer: object) -> bool:
+    # A session that comes and goes leaves one guest, not one each time: they would be as large as all of it.
+    def _end_guest(self, name: Name) -> None:
+        uid = self._guest_of.pop(name, "")
+        guest = self._guest(uid) if uid else None
+        if guest is not None:
+            self._cache.sessions.end_soon(guest)
+
+    async def has_place(self, name: Name, offer: object) -> bool:
         """See Copies."""
         assert isinstance(offer, Offer)  # noqa: S101  what `Asking` returned
         try:
-            await self._make_room_for(name, uid, offer)
-            arrival = Arrival(self._cache, self._calls, offer, name.session_id, self._tls)
-            await bring(arrival, partial(asyncio.get_running_loop().run_in_executor, self._threads))
+            await self._check_place(name, offer)
+        except (CacheError, ValueError) as error:
+            log.warning("session_has_no_place error=%s", error)
+            return False
+        return True
+
+    async def _check_place(self, name: Name, offer: Offer) -> None:
+        """Register the model that the other store describes; raise what speaks against its session here."""
+        model, guest = offer.answer.model, offer.answer.session
+        if guest.tenant != name.tenant:
+            raise InvalidArgument(field="session.tenant", problem="is another one's")
+        validate.guest_id(guest.name, "session.name")
+        validate.within(guest.token_count, 0, 2**62, "session.token_count")
+        validate.within(guest.whole_token_count, 0, guest.token_count, "session.whole_token_count")
+        validate.within(offer.answer.ticket.tcp_port, 1, 65535, "ticket.tcp_port")
+        validate.within(guest.copies, 0, 2, "session.copies")
+        if guest.contents:
+            validate.contents(guest.contents, 0, "session.contents")
+        self._expiration(offer.answer)
+        _described(guest)
+        if self.uid(name) is None:
+            self._cache.sessions.check_new(*name)
+        pace = LoopSlice(self._turns)
+        spec = await pace.work(convert.model_spec(model))
+        probe = convert.model_probe(model)
+        registered = await self._cache.models.register(name.tenant, spec, probe, pace=pace)
+        if registered.fingerprint != guest.model_fingerprint:
+            raise InvalidArgument(field="session.model_fingerprint", problem="is not that of its model")
+
+    async def land(self, name: Name, uid: str, offer: object) -> bool:
+        """See Copies."""
+        assert isinstance(offer, Offer)  # noqa: S101  what `Asking` returned
+        guest = offer.answer.session
+        try:
+            async with self._arriving:
+                await self._make_room_for(name, uid, offer)
+                arrival = Arrival(self._cache, self._calls, offer, name.session_id, self._tls)
+                await bring(arrival, partial(asyncio.get_running_loop().run_in_executor, self._threads))
             self.claims.counts.arrived_tokens += arrival.token_count
             self.claims.counts.arrived_bytes += arrival.size_bytes
+            if arrival.token_count >= guest.token_count:
+                self._end_guest(name)
         except CacheError as error:
             log.warning("session_not_arrived error=%s", error)
         return self.uid(name) == uid
 
     async def _make_room_for(self, name: Name, uid: str, offer: Offer) -> None:
-        """An empty session of that uid, and its model, as the other store describes them."""
-        model, guest = offer.answer.model, offer.answer.session
-        pace = LoopSlice(self._turns)
-        spec = await pace.work(convert.model_spec(model))
-        registered = await self._cache.models.register(
-            name.tenant, spec, convert.model_probe(model), pace=pace
-        )
-        if registered.fingerprint != guest.model_fingerprint:
-            raise SessionNotFound(session=f"sessions/{name.session_id}")
-        remaining_ns = offer.answer.remaining.ToNanoseconds()
-        now_ns = self._cache.state.clock.now_ns()
-        ttl_ns = guest.ttl.ToNanoseconds() if guest.HasField("ttl") else None
+        """An empty session of that uid, as the other store describes it."""
+        guest = offer.answer.session
         await self._cache.sessions.create(
             name.tenant,
             name.session_id,
-            model_id=spec.model_id,
-            layout=validate.stream_ranges(guest.layout, "layout"),
-            expiration=Expiration(ttl_ns, now_ns + remaining_ns),
+            model_id=validate.model_id(offer.answer.model.name, "model.name"),
+            expiration=self._expiration(offer.answer),
             is_pinned=guest.is_pinned,
-            salt=guest.salt,
             copies=min(guest.copies, self._cache.ledger.below.path_count),
-            labels=validate.labels(guest.labels),
             uid=bytes.fromhex(uid),
+            **_described(guest),
         )
+
+    def _expiration(self, answer: peer_pb2.YieldSessionResponse) -> Expiration:
+        """What a session had elsewhere. Raises InvalidArgument."""
+        remaining_ns, now_ns = answer.remaining.ToNanoseconds(), self._cache.state.clock.now_ns()
+        validate.within(remaining_ns, 0, validate.LATEST_NS, "remaining")
+        has_ttl = answer.session.HasField("ttl")
+        ttl_ns = validate.sliding(answer.session.ttl).ttl_ns if has_ttl else None
+        return Expiration(ttl_ns, min(now_ns + remaining_ns, validate.LATEST_NS))
 
     async def _write_down(self, session: Session) -> None:
         try:
@@ -470,3 +558,12 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _described(guest: session_pb2.Session) -> dict[str, Any]:
+    """What a session is made with. Raises InvalidArgument."""
+    return {
+        "layout": validate.stream_ranges(guest.layout, "session.layout"),
+        "salt": validate.salt(guest.salt, "session.salt"),
+        "labels": validate.labels(guest.labels, "session.labels"),
+    }

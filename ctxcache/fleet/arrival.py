@@ -16,8 +16,11 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
+
+from google.protobuf.message import DecodeError
 
 from ctxcache.cache import Cache
 from ctxcache.client.credentials import ClientTls
@@ -40,6 +43,9 @@ STRETCH_BYTES = 16 << 20
 STRETCH_TOKENS = 64
 ASKED_AHEAD = 1
 COMING_LIMIT = 1 << 20
+PACE_S, PACE_BYTES = 5.0, 1 << 20
+"""So much has to come in that time, or the rest of it: whoever drips is waited for no longer."""
+HEARD_INTERVAL_S = 1.0
 T = TypeVar("T")
 
 
@@ -74,6 +80,11 @@ class Arrival:
         self.token_count = 0
         """Tokens that have come."""
         self.size_bytes = 0
+        self._framed: FramedSocket | None = None
+        self._is_over = False
+        """Whether nobody waits for it any more."""
+        self._is_ours, self._done_count = False, 0
+        """Whether this store's own work is waited for, and not the other one; how much of it was done."""
 
     async def begin(self) -> AppendTransfer:
         """Open the append. Raises what AppendSession raises for its header."""
@@ -91,8 +102,9 @@ class Arrival:
 
     def run(self, transfer: AppendTransfer) -> None:
         """Bring what there is, in this thread. Raises CacheError, FrameError, OSError."""
-        framed = self._connect()
+        self._framed = framed = self._connect()
         try:
+            self._check_wanted()
             self._greet(framed)
             # Each stretch is asked for before the one ahead of it has come: nobody waits for the other.
             asked = deque[Stretch]()
@@ -220,8 +232,46 @@ class Arrival:
             raise FrameError(f"{frame.kind.name} is not expected here")
         return frame
 
+    # A loop that has ended answers nothing any more: a thread that waited for it would keep the process.
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        if self._is_over:
+            work.close()
+        self._check_wanted()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._is_ours = True
+        try:
+            while not wait([future], HEARD_INTERVAL_S).done:
+                self._check_wanted()
+            return future.result()
+        finally:
+            future.cancel()
+            self._is_ours, self._done_count = False, self._done_count + 1
+
+    def _check_wanted(self) -> None:
+        if self._is_over:
+            raise FrameError("nobody waits for it any more")
+
+    # -- its pace ------------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """End it when too little comes."""
+        is_at_pace = True
+        while is_at_pace:
+            came_bytes, done_count = self.size_bytes, self._done_count
+            await asyncio.sleep(PACE_S)
+            is_at_work = self._is_ours or self._done_count > done_count
+            is_at_pace = is_at_work or self.size_bytes - came_bytes >= PACE_BYTES
+        self.end()
+
+    def end(self) -> None:
+        """Nobody waits for it any more: its thread stops soon."""
+        self._is_over = True
+        if self._framed is not None:
+            self._framed.shut()
+
+
+BROKEN = (CacheError, FrameError, DecodeError, OSError, ValueError, ArithmeticError, LookupError)
+"""What comes of another store that breaks off, or answers with anything at all."""
 
 
 async def bring(
@@ -234,11 +284,14 @@ async def bring(
     """
     begun = time.monotonic()
     transfer = await arrival.begin()
+    watch = asyncio.get_running_loop().create_task(arrival.watch())
     try:
         await run(arrival.run, transfer)
-    except (CacheError, FrameError, OSError, ValueError) as error:
+    except BROKEN as error:
         log.warning("arrival_cut_short tokens=%d error=%s", arrival.token_count, error)
     finally:
+        watch.cancel()
+        arrival.end()
         await transfer.close()
     await arrival.close_gap()
     log.info(

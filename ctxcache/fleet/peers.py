@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,9 +15,17 @@ from ctxcache.core.fleet.claims import Busy, Left, Source
 from ctxcache.core.fleet.heads import Name
 from ctxcache.core.fleet.register import NoAnswer
 from ctxcache.core.ledger.session import Expiration, Session
-from ctxcache.errors import CacheError, FleetNotFound, InvalidArgument, SessionNotFound, WriteInProgress
+from ctxcache.errors import (
+    CacheError,
+    FleetNotFound,
+    InvalidArgument,
+    SessionNotFound,
+    TooManyRequests,
+    WriteInProgress,
+)
 from ctxcache.fleet.arrival import Offer
 from ctxcache.identity import ArenaGrant, Role
+from ctxcache.runtime.threads import started_pool
 from ctxcache.service import convert, validate
 from ctxcache.service.bulk import BulkListener
 from ctxcache.service.bulk_connection import TICKET_LIFETIME_NS
@@ -31,6 +38,9 @@ YIELD_TIMEOUT_S = 0.5
 """How long an owner may take to answer: a user waits."""
 SILENT_S = 5.0
 """How long a host that did not answer is not asked again."""
+ASKED_AT_ONCE = 16
+WIRES = 64
+"""Connections that are kept; of more, those that were used longest ago are ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,57 +60,72 @@ class Former:
 class Asking:
     """Asks other hosts. Calls run in threads, so that one that hangs holds up no other."""
 
-    def __init__(
-        self, threads: ThreadPoolExecutor, tls: ClientTls | None, token: OwnTokenFile | None
-    ) -> None:
-        self._threads, self._tls, self._token = threads, tls, token
+    def __init__(self, tls: ClientTls | None, token: OwnTokenFile | None) -> None:
+        # Of its own: a question does not wait until rows have come.
+        self._threads = started_pool(ASKED_AT_ONCE, "fleet-ask")
+        self._tls, self._token = tls, token
         self._wires: dict[str, tuple[list[tuple[int, ...]], Wire]] = {}
         """By address, with the stamps of the certificates that were shown."""
         self._silent_until: dict[str, float] = {}
 
     async def yield_(self, name: Name, source: Source, term: int) -> Offer:
         """See `core.fleet.claims.Peers`."""
-        if self._silent_until.get(source.address, 0.0) > time.monotonic():
-            raise NoAnswer(f"{source.address} did not answer a moment ago")
+        self._check_not_silent(source.address)
         request = peer_pb2.YieldSessionRequest(
             tenant=name.tenant, session_id=name.session_id, uid=source.uid, term=term
         )
         loop = asyncio.get_running_loop()
         try:
-            answer = await loop.run_in_executor(self._threads, self._yield, source.address, request)
+            wire = self._wire(source.address)
+            answer = await loop.run_in_executor(self._threads, self._yield, source.address, wire, request)
         except SessionNotFound as error:
             raise Left(str(error)) from error
-        except WriteInProgress as error:
+        # It has the session, and answers: it is asked again.
+        except (WriteInProgress, TooManyRequests) as error:
             raise Busy(str(error)) from error
         except (CacheError, ValueError) as error:
+            self._silent_until.pop(source.address, None)
             self._silent_until[source.address] = time.monotonic() + SILENT_S
+            if len(self._silent_until) > WIRES:
+                del self._silent_until[next(iter(self._silent_until))]
             raise NoAnswer(f"{source.address}: {error}") from error
         return Offer(Address.of(source.address).host, answer)
 
-    def _yield(self, address: str, request: peer_pb2.YieldSessionRequest) -> peer_pb2.YieldSessionResponse:
-        wire = self._wire(address)
+    def _yield(
+        self, address: str, wire: Wire, request: peer_pb2.YieldSessionRequest
+    ) -> peer_pb2.YieldSessionResponse:
+        # Once more: of many questions to one host, those behind the first do not wait for it, too.
+        self._check_not_silent(address)
         return wire.call(wire.peers.YieldSession, request)
 
+    def _check_not_silent(self, address: str) -> None:
+        if self._silent_until.get(address, 0.0) > time.monotonic():
+            raise NoAnswer(f"{address} did not answer a moment ago")
+
     def _wire(self, address: str) -> Wire:
+        """On the event loop alone. Raises ValueError."""
         stamps = [] if self._tls is None else self._tls.stamps()
-        then, wire = self._wires.get(address, ([], None))
+        then, wire = self._wires.pop(address, ([], None))
         if wire is None or then != stamps:
             Address.of(address)
             # Renewed certificates hold from here on. Calls under way end on the connection that they have.
             wire = Wire(address, YIELD_TIMEOUT_S, self._tls, self._token)
-            self._wires[address] = stamps, wire
+        # Stores that start anew elsewhere leave their addresses behind.
+        self._wires[address] = stamps, wire
+        if len(self._wires) > WIRES:
+            _, oldest = self._wires.pop(next(iter(self._wires)))
+            oldest.close()
         return wire
 
     async def problem_of(self, address: str) -> str:
         """Why a store does not answer; empty where it does."""
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._problem_of, address)
+            return await loop.run_in_executor(self._threads, self._problem_of, self._wire(address))
         except (CacheError, ValueError) as error:
             return str(error)
 
-    def _problem_of(self, address: str) -> str:
-        wire = self._wire(address)
+    def _problem_of(self, wire: Wire) -> str:
         answer = wire.call(wire.check_health, health_pb2.HealthCheckRequest())
         return "" if answer.status == health_pb2.HealthCheckResponse.SERVING else "draining"
 
@@ -109,6 +134,7 @@ class Asking:
         for _, wire in self._wires.values():
             wire.close()
         self._wires.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class PeerService(peer_pb2_grpc.PeerServiceServicer):

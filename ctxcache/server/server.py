@@ -155,7 +155,7 @@ class Server:
             Admission("engines' streams", 2 * settings.max_engines, is_divided=is_divided),
             Admission("operators' calls", OPERATORS_LIMIT),
         )
-        self.fleet = _fleet(settings, cache, storage, self.admissions.streams)
+        self.fleet = _fleet(settings, cache, storage)
         self.whereabouts: Whereabouts = self.fleet or ALONE
         self._tls = load_tls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         self._metrics_tls = load_tls(
@@ -528,7 +528,7 @@ def _connection_limit(settings: Settings) -> int:
     )
 
 
-def _fleet(settings: Settings, cache: Cache, storage: Storage, calls: Admission) -> Fleet | None:
+def _fleet(settings: Settings, cache: Cache, storage: Storage) -> Fleet | None:
     if not settings.fleet_bucket:
         return None
     tls, token = credentials_of(settings)
@@ -539,7 +539,6 @@ def _fleet(settings: Settings, cache: Cache, storage: Storage, calls: Admission)
         bucket=settings.fleet_bucket,
         node=storage.directory.instance_id,
         beat_s=settings.fleet_beat_s,
-        calls=calls,
         tls=tls,
         token=token,
     )

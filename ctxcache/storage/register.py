@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ctxcache.core.fleet.register import Entry, NoAnswer, Refused, Register
+from ctxcache.core.fleet.register import OBJECT_LIMIT_BYTES, Entry, NoAnswer, Refused, Register
 from ctxcache.errors import InvalidConfiguration
 
 TIMEOUT_S = 5.0
@@ -91,7 +91,9 @@ class BucketRegister:
         async with self._answering(path, self._patience_s):
             try:
                 found = await self._obstore.get_async(self._store, path)
-                body = bytes(await found.bytes_async())
+                # What is too long to be a fleet's is left where it is.
+                is_short = found.meta["size"] <= OBJECT_LIMIT_BYTES
+                body = bytes(await found.bytes_async()) if is_short else b""
             except FileNotFoundError as error:
                 # A bucket that is gone has not lost its objects.
                 if NO_BUCKET in str(error):
@@ -206,7 +208,8 @@ class DirectoryRegister:
 
     def _read(self, path: str) -> Entry | None:
         try:
-            body = (self._directory / path).read_bytes()
+            place = self._directory / path
+            body = place.read_bytes() if place.stat().st_size <= OBJECT_LIMIT_BYTES else b""
         except FileNotFoundError:
             return None
         except OSError as error:

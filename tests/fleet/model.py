@@ -179,6 +179,10 @@ class Node:
         self.named[name] = self.guests.pop(uid)
         self.world.given = {pair for pair in self.world.given if pair[0] != uid}
 
+    async def has_place(self, name: Name, offer: object) -> bool:  # noqa: ARG002  the protocol's
+        """See Copies."""
+        return await Step() == "done"
+
     async def land(self, name: Name, uid: str, offer: object) -> bool:
         """See Copies."""
         fate = await Step()
@@ -267,9 +271,21 @@ class Node:
         if name in self.named and not self.named[name].is_written:
             del self.named[name]
 
+    async def replace(self, name: Name) -> None:
+        """A session takes the place of what had its name here."""
+        if self.claims.is_here(name) and name in self.named and not self.named[name].is_written:
+            self.named[name] = Rows(f"{next(self.world.numbers):032x}", [])
+            if self.claims.created(name):
+                await self.claims.publish(name)
+
     async def forget(self) -> None:
-        """Forget what has ended here."""
-        self.claims.forget(lambda name: name not in self.named and name not in self.settling)
+        """Forget what has ended here, and have again what nobody took over."""
+        try:
+            await self.claims.reclaim()
+        except NoAnswer:
+            return
+        names = self.claims.names()
+        self.claims.forget(name for name in names if name not in self.named and name not in self.settling)
 
     async def delete(self, name: Name) -> None:
         """A user's deletion."""
@@ -372,11 +388,10 @@ class World:
         which, name = self.random.random(), self.random.choice(NAMES)
         if which < 0.7:
             return node.turn(name)
-        if which < 0.88:
-            return node.publish()
-        if which < 0.95:
-            return node.delete(name)
-        return node.end(name) if which < 0.98 else node.forget()
+        for share, chore in ((0.72, node.end), (0.74, node.replace), (0.81, node.delete)):
+            if which < share:
+                return chore(name)
+        return node.publish() if which < 0.97 else node.forget()
 
     def _advance(self, node: Node) -> None:
         task = self.random.choice(node.tasks)

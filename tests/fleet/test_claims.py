@@ -1,9 +1,13 @@
 """Claims of several hosts on one register, by seeds, and the bugs that these histories must find."""
 
+from collections.abc import Coroutine
+from typing import Any
+
 import pytest
 
+from ctxcache.core.fleet.claims import Busy, Verdict
 from ctxcache.core.fleet.heads import ForeignObject, Head, Name, NodeRecord, Secret
-from tests.fleet.model import CONTROLS, is_broken, try_seed
+from tests.fleet.model import CONTROLS, NAMES, Node, Rows, World, is_broken, try_seed
 
 HISTORIES = 1500
 HISTORIES_OF_A_BUG = 150
@@ -39,7 +43,20 @@ def test_an_object_of_another_fleet_is_refused() -> None:
         Secret(b"another secret of another fleet").read_head(Secret(b"0123456789abcdef").write(HEAD))
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"null", b'{"object":"{}","digest":1}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{}", b"[]", b"null", b'{"object":"{}","digest":1}', b"\xff\xfe"),
+        *(b"[" * 100_000, b'{"object":"' + b"[" * 100_000 + b'","digest":""}'),
+        *(
+            b'{"object":"\\ud800","digest":""}',
+            b'{"object":"7","digest":""}',
+            b'{"object":"\\"a\\"","digest":""}',
+        ),
+        *(b'{"object":"{\\"version\\":Infinity}","digest":""}', b"9" * 5000),
+    ],
+    ids=lambda body: repr(body[:24]),
+)
 def test_what_is_no_object_is_refused(body: bytes) -> None:
     """Bytes of any kind are refused by one error."""
     with pytest.raises(ForeignObject):
@@ -90,3 +107,56 @@ def test_the_past_of_a_head_is_bounded() -> None:
     assert head.is_past("any")
     assert head.term == 23
     assert len(Secret(b"0123456789abcdef").write(head)) < 1024
+
+
+def done(work: Coroutine[Any, str, Any], *fates: str) -> Any:
+    """What work returns whose calls have these fates, and are answered from then on."""
+    left, fate = iter(fates), None
+    while True:
+        try:
+            work.send(fate)  # type: ignore[arg-type]  # None to begin with
+        except StopIteration as end:
+            return end.value
+        fate = next(left, "done")
+
+
+def host_with_a_session() -> tuple[World, Node, Rows]:
+    """A world, and one of its hosts, which has published a session."""
+    world = World(0)
+    for node in world.nodes.values():
+        done(node.claims.beat())
+    owner = world.nodes["a"]
+    done(owner.turn(NAMES[0]))
+    done(owner.publish())
+    return world, owner, owner.named[NAMES[0]]
+
+
+def test_what_was_asked_for_and_not_taken_over_is_had_again() -> None:
+    """A host that stops behind its question, or has no place for the session, ends nobody's session."""
+    world, owner, rows = host_with_a_session()
+    # The head is read, the owner gives it up, and there is no place.
+    assert done(world.nodes["b"].claims.settle(NAMES[0]), "done", "done", "lost") is Verdict.ABSENT
+    assert owner.uid(NAMES[0]) is None
+    done(owner.claims.reclaim())
+    assert owner.named[NAMES[0]] is rows
+    assert owner.claims.is_here(NAMES[0])
+
+
+def test_what_was_taken_over_is_not_had_again() -> None:
+    """The head decides: a guest stays one."""
+    world, owner, _ = host_with_a_session()
+    assert done(world.nodes["b"].claims.settle(NAMES[0])) is Verdict.HERE
+    done(owner.claims.reclaim())
+    assert owner.uid(NAMES[0]) is None
+    assert world.nodes["b"].claims.is_here(NAMES[0])
+
+
+def test_an_owner_that_has_not_published_what_took_its_place_is_busy() -> None:
+    """Whoever asks by the outdated head is told to look again, not that there is nothing."""
+    world, owner, before = host_with_a_session()
+    owner.named[NAMES[0]] = Rows("f" * 32, [])
+    owner.claims.created(NAMES[0])
+    with pytest.raises(Busy):
+        owner.claims.yielded(NAMES[0], before.uid, 1)
+    done(owner.publish())
+    assert done(world.nodes["b"].claims.settle(NAMES[0])) is Verdict.HERE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxcache.core.fleet.register import Entry, NoAnswer, Refused, Register, put
+from ctxcache.core.fleet.register import OBJECT_LIMIT_BYTES, Entry, NoAnswer, Refused, Register, put
 from ctxcache.errors import InvalidConfiguration
 from ctxcache.storage.bucket_probe import FEW_RACERS, PROBE, probe
 from ctxcache.storage.register import check_url, open_register
@@ -187,3 +187,12 @@ def test_a_url_that_names_no_bucket_is_refused(url: str) -> None:
     with pytest.raises(InvalidConfiguration) as refused:
         open_register(url)
     assert refused.value.source == "fleet_bucket"
+
+
+async def test_what_is_too_long_counts_as_empty(register: Register) -> None:
+    """Nobody can have a store read gigabytes by putting them where a head is looked for."""
+    await register.create("v1/s/a", b"x" * (OBJECT_LIMIT_BYTES + 1))
+    found = await register.get("v1/s/a")
+    assert found is not None
+    assert found.body == b""
+    await register.replace("v1/s/a", b"short", found.tag)

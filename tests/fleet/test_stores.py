@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ctxcache.client import OPAQUE, TOKENS
+from ctxcache.client import OPAQUE, TOKENS, ModelSpec
 from ctxcache.errors import CacheError, SessionMoved, SessionNotFound
 from tests.fleet.stores import BEAT_S, Stores, User, rows_of
 
@@ -191,3 +192,47 @@ def test_a_session_that_ended_here_is_found_where_it_began_anew(tmp_path: Path) 
         again = User(stores, "alice")
         again.turn(1, 80)
         assert again.turn(0) == 80
+
+
+def test_a_session_whose_model_is_another_one_elsewhere_stays_where_it_is(stores: Stores) -> None:
+    """A store that cannot have it leaves it to the one that has."""
+    models = [
+        client.models.register(ModelSpec.opaque("other", row_bytes=row_bytes))
+        for client, row_bytes in zip(stores.clients, (32, 16), strict=True)
+    ]
+    session = stores.clients[0].sessions.create(models[0], id="alice")
+    session.append({TOKENS: np.arange(40, dtype=np.int32), OPAQUE: np.ones((40, 32), np.uint8)})
+    bob = User(stores, "bob")
+    bob.turn(0)
+    published(stores, bob, 1)
+    with pytest.raises(SessionNotFound):
+        stores.clients[1].sessions.get("sessions/alice")
+    assert stores.clients[0].sessions.get("sessions/alice").token_count == 40
+
+
+def test_a_full_store_takes_no_session_over(tmp_path: Path) -> None:
+    """At the limit of sessions it has no place for one: it is not lost where it was."""
+    with Stores(tmp_path, 2, "--max-sessions", "2") as stores:
+        users = [User(stores, f"user{number}") for number in range(4)]
+        for number, user in enumerate(users):
+            user.turn(number // 2)
+        time.sleep(1)
+        assert [user.found(1) for user in users] == [0, 0, 70, 70]
+        assert [user.found(0) for user in users] == [70, 70, 0, 0]
+        # Guests take no session's place.
+        users[0].delete(0)
+        assert users[2].found(0) == 70
+        assert users[0].turn(1) == 0
+
+
+def test_a_session_that_comes_and_goes_leaves_one_guest(stores: Stores) -> None:
+    """Each guest is as large as the session: they are not kept one beside the other."""
+    user = User(stores, "alice")
+    user.turn(0, 200)
+    published(stores, user, 1)
+    for turn in range(20):
+        assert user.turn(turn % 2, 10) == 200 + 10 * turn
+    deadline = time.monotonic() + 10
+    while any(client.admin.stats().session_count > 1 for client in stores.clients):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -14,7 +14,7 @@ Knows no transport and no rows. Worst case: the register does not answer; what i
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -52,6 +52,8 @@ class Loss(Enum):
     """Its owner did not answer."""
     LEFT = auto()
     """Its owner has given it up."""
+    NO_PLACE = auto()
+    """It cannot be here: this store has another model of that id, or room for no more sessions."""
 
 
 class Busy(Exception):
@@ -108,6 +110,9 @@ class Copies(Protocol):
 
     def restore(self, name: Name, uid: str) -> None:
         """The guest of this uid has its name again."""
+
+    async def has_place(self, name: Name, offer: object) -> bool:
+        """Whether what another host offers can be here at all."""
 
     async def land(self, name: Name, uid: str, offer: object) -> bool:
         """Make a copy of this uid out of what another host offers, as far as it comes.
@@ -171,10 +176,14 @@ class Claims:
         self.node, self.incarnation, self.address = node, incarnation, address
         self._nonce, self._new_uid = nonce, new_uid
         self._claimed: dict[Name, Copy] = {}
+        self._private: set[Name] = set()
+        """Names of copies that were private, and may be still."""
         self._seen = Recent[Name, tuple[Entry, Head]]()
         """Heads of sessions that are absent here, for whoever creates one of that name."""
         self._coming: set[str] = set()
         """Uids of copies that this host is about to own: they are not given up before it does."""
+        self._given: dict[str, Name] = {}
+        """By a guest's uid, the session that was asked for, and was not taken over as far as is known."""
         self._owed = Recent[str, Source]()
         """By the uid of a copy whose head was put, perhaps: where its rows are, which have not come."""
         self._noted: set[str] = set()
@@ -224,17 +233,28 @@ class Claims:
         before = self._claimed.get(name)
         if entry is None and before is not None:
             entry = before.entry
-        self._claimed[name] = Copy(uid, Tenure.PRIVATE, entry)
+        self._claim(name, Copy(uid, Tenure.PRIVATE, entry))
         return head is not None and not head.is_deleted and head.node != self.node
 
     def private(self) -> list[Name]:
         """Sessions that have no head of their own yet."""
-        return [name for name, copy in self._claimed.items() if copy.tenure is Tenure.PRIVATE]
+        # Once a second: all that are claimed would be too many to look at.
+        self._private = {name for name in self._private if self.tenure(name) is Tenure.PRIVATE}
+        return list(self._private)
 
-    def forget(self, is_gone: Callable[[Name], bool]) -> None:
-        """Forget the names of sessions that have ended here."""
-        for name in [name for name in self._claimed if is_gone(name)]:
-            del self._claimed[name]
+    def _claim(self, name: Name, copy: Copy) -> None:
+        self._claimed[name] = copy
+        if copy.tenure is Tenure.PRIVATE:
+            self._private.add(name)
+
+    def names(self) -> list[Name]:
+        """Names of all sessions that were used here."""
+        return list(self._claimed)
+
+    def forget(self, gone: Iterable[Name]) -> None:
+        """Forget names of sessions that have ended here."""
+        for name in gone:
+            self._claimed.pop(name, None)
         # Each path is a digest or two: of a hundred thousand sessions they hold up the event loop.
         if self._noted:
             known = {self._secret.head_path(name) for name in self._claimed}
@@ -308,7 +328,7 @@ class Claims:
         copy = self._claimed.get(name)
         # Published, and its head is gone: it was collected, or the bucket was emptied. It is published again.
         tenure = Tenure.UNSURE if copy is None or copy.tenure is Tenure.OWNED else copy.tenure
-        self._claimed[name] = Copy(uid, step(tenure, Turn.UNNAMED), entry)
+        self._claim(name, Copy(uid, step(tenure, Turn.UNNAMED), entry))
         return Verdict.HERE
 
     async def _own(self, name: Name, uid: str | None, entry: Entry, head: Head) -> Verdict | None:
@@ -318,7 +338,7 @@ class Claims:
             uid = None
         if uid is not None and uid != head.uid:
             # Created here after what the head names had ended, and not published yet.
-            self._claimed[name] = Copy(uid, Tenure.PRIVATE, entry)
+            self._claim(name, Copy(uid, Tenure.PRIVATE, entry))
             return Verdict.HERE
         if uid is None and self._copies.has_guest(head.uid):
             # Whoever asked for it has not taken it over yet. The head changes, so that it never will.
@@ -365,6 +385,14 @@ class Claims:
         except (Left, NoAnswer) as error:
             loss = Loss.LEFT if isinstance(error, Left) else Loss.OWNER_LOST
             return self._absent(name, entry, head, loss)
+        # Before the head is changed: what cannot be here goes on where it was.
+        if not await self._copies.has_place(name, offer):
+            return self._absent(name, entry, head, Loss.NO_PLACE)
+        return await self._land(name, entry, head, source, uid, offer)
+
+    async def _land(
+        self, name: Name, entry: Entry, head: Head, source: Source, uid: str, offer: object
+    ) -> Verdict | None:
         # What was asked for meanwhile has been created here by somebody else.
         if self._copies.uid(name) is not None:
             return None
@@ -484,16 +512,36 @@ class Claims:
         """Another host takes a copy over, which it knows by a head of this term. Raises Busy, Left."""
         if uid in self._coming:
             raise Busy
-        if self._copies.uid(name) != uid:
+        copy, named = self._claimed.get(name), self._copies.uid(name)
+        if named != uid:
             # Asked for once before, and the answer was lost.
-            if not self._copies.has_guest(uid):
-                raise Left
-            return
-        copy = self._claimed.get(name)
+            if self._copies.has_guest(uid):
+                return
+            # What has taken its place here is not published yet.
+            if copy is not None and copy.uid == named and copy.tenure is Tenure.PRIVATE:
+                raise Busy
+            raise Left
         if self._copies.is_written(name) or (copy is not None and copy.term > term):
             raise Busy
         self.counts.yielded += 1
         self._retire(name, copy)
+        self._given[uid] = name
+
+    async def reclaim(self) -> None:
+        """Have the sessions again that were asked for and not taken over. Raises NoAnswer.
+
+        Whoever asks may stop before it changes the head, or may have no place for it: nobody continues the
+        session then, and a guest is soon gone.
+        """
+        for uid, name in list(self._given.items()):
+            if self._copies.uid(name) is None and self._copies.has_guest(uid):
+                self.counts.head_reads += 1
+                entry = await self._register.get(self._secret.head_path(name))
+                head = None if entry is None else self._secret.read_head(entry.body)
+                if entry is not None and head is not None and head.node == self.node and head.uid == uid:
+                    with self._work_on(name):
+                        await self._own(name, self._copies.uid(name), entry, head)
+            self._given.pop(uid, None)
 
     def _lose(self, name: Name) -> None:
         self.counts.superseded += 1

@@ -130,14 +130,15 @@ class Secret:
     def _read(self, kind: type, body: bytes) -> dict[str, Any]:
         try:
             found = json.loads(body)
-            text, digest = str(found["object"]), str(found["digest"])
-            facts: dict[str, Any] = json.loads(text)
-            version = int(facts.pop("version"))
-        except (ValueError, KeyError, TypeError) as error:
+            text, digest = str(found["object"]).encode(), str(found["digest"])
+        # Brackets without end are a recursion to the reader.
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ForeignObject("it is no object of a fleet") from error
-        # The digest first: of an object that somebody else wrote, no word is believed.
-        if digest != self._digest(kind.__name__.encode(), text.encode()):
+        # The digest first: of an object that somebody else wrote, no word is read.
+        if digest != self._digest(kind.__name__.encode(), text):
             raise ForeignObject("it was written with another fleet secret, or changed since")
+        facts: dict[str, Any] = json.loads(text)
+        version = facts.pop("version")
         if version != VERSION:
             raise ForeignObject(f"it has version {version}, and this store reads version {VERSION}")
         return facts

@@ -6,6 +6,9 @@
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
+OBJECT_LIMIT_BYTES = 1 << 18
+"""More than any object of a fleet has."""
+
 
 class Refused(Exception):
     """The condition of a change did not hold, as far as the register says: nothing was changed."""
@@ -26,7 +29,7 @@ class Register(Protocol):
     """The calls of a register. Every one of them may raise NoAnswer."""
 
     async def get(self, path: str) -> Entry | None:
-        """The object; None where there is none."""
+        """The object; None where there is none. One longer than `OBJECT_LIMIT_BYTES` counts as empty."""
 
     async def create(self, path: str, body: bytes) -> str:
         """Make an object that is not there, and return its tag. Raises Refused."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ctxcache.core.ledger.residence import Kin
 from ctxcache.core.ledger.segment import Segment
-from ctxcache.core.ledger.session import BlockIndex, Session
+from ctxcache.core.ledger.session import GUESTS, BlockIndex, Session
 
 
 class Names:
@@ -27,6 +27,8 @@ class Names:
         self.children: dict[tuple[str, str], dict[bytes, Session]] = {}
         """Blocks by tenant and the id of the block that they continue, which may be gone."""
         self._model_counts: Counter[tuple[str, str]] = Counter()
+        self._guest_counts: Counter[str] = Counter()
+        """By tenant, those ids that are guests'."""
 
     def add(self, session: Session) -> None:
         """A session or block appeared."""
@@ -40,6 +42,7 @@ class Names:
         self._model_counts[session.tenant, session.model_id] += 1
         # Sorted at insertion: pages of a listing are cut by bisection, with a million sessions.
         insort(self._ids.setdefault(session.tenant, []), session.session_id)
+        self._guest_counts[session.tenant] += session.is_guest
 
     def rename(self, session: Session, session_id: str) -> None:
         """A session that is not dormant has another id from here on, which is free."""
@@ -55,6 +58,7 @@ class Names:
             self._model_counts[session.tenant, session.model_id] -= 1
             ids = self._ids[session.tenant]
             del ids[bisect_left(ids, session.session_id)]
+            self._guest_counts[session.tenant] -= session.is_guest
             return
         self.blocks.drop(session)
         if session.parent_id:
@@ -68,7 +72,8 @@ class Names:
     ) -> None:
         """Dormant sessions have these ids, by tenant, and are so many of each tenant's model."""
         for tenant, some in ids.items():
-            self._ids[tenant] = sorted([*self._ids.get(tenant, ()), *some])
+            self._ids[tenant] = ordered = sorted([*self._ids.get(tenant, ()), *some])
+            self._guest_counts[tenant] = sum(one.startswith(GUESTS) for one in ordered)
         self._model_counts.update(model_counts)
 
     def fell_asleep(self, session: Session) -> None:
@@ -83,6 +88,15 @@ class Names:
     def ids(self, tenant: str) -> Sequence[str]:
         """A tenant's session ids, in order."""
         return self._ids.get(tenant, ())
+
+    def own_count(self, tenant: str) -> int:
+        """A tenant's sessions, guests aside."""
+        return len(self.ids(tenant)) - self._guest_counts[tenant]
+
+    @property
+    def guest_count(self) -> int:
+        """Guests of all tenants."""
+        return sum(self._guest_counts.values())
 
     def tenants(self) -> Collection[str]:
         """Tenants that have had a session since the start."""

@@ -1,0 +1,248 @@
+"""A store that lies, drips or answers with anything at all: others lose its session, and nothing else."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import grpc
+import pytest
+
+from ctxcache.core.fleet.heads import Head, Name, Secret
+from ctxcache.errors import CacheError, SessionNotFound
+from ctxcache.v1 import peer_pb2, peer_pb2_grpc
+from ctxcache.wire.framed_socket import SocketFrameKind
+from tests.fleet.stores import Stores, User
+
+UID = "a" * 32
+HEADER = struct.Struct("<BBHIQ")
+LONGEST_S = 12.0
+"""So long a user waits for a store that drips, at most."""
+Lie = Callable[[peer_pb2.YieldSessionResponse], None]
+
+
+class Liar(peer_pb2_grpc.PeerServiceServicer):
+    """Answers as an honest store did, but for a lie; its bulk channel sends what `drip` does."""
+
+    def __init__(self, answer: peer_pb2.YieldSessionResponse) -> None:
+        self.answer = answer
+        self.lie: Lie = lambda _: None
+        self.drip: Callable[[socket.socket], None] = lambda _: None
+        self._server = grpc.server(ThreadPoolExecutor(4))
+        peer_pb2_grpc.add_PeerServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._server.stop(0)
+        self._listening.close()
+
+    def _serve(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                self.drip(connection)
+            except OSError:
+                return
+
+    def YieldSession(  # noqa: N802  the proto's
+        self,
+        request: peer_pb2.YieldSessionRequest,  # noqa: ARG002  the proto's
+        context: grpc.ServicerContext,  # noqa: ARG002  the proto's
+    ) -> peer_pb2.YieldSessionResponse:
+        """See the proto."""
+        answer = peer_pb2.YieldSessionResponse()
+        answer.CopyFrom(self.answer)
+        answer.ticket.tcp_port = self._listening.getsockname()[1]
+        self.lie(answer)
+        return answer
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[Stores]:
+    """Two honest ones."""
+    with Stores(tmp_path, 2) as both:
+        yield both
+
+
+@pytest.fixture
+def liar(stores: Stores) -> Iterator[Liar]:
+    """A third one, which has seen how an honest one answers."""
+    user = User(stores, "model")
+    user.turn(0, 3000)
+    deadline, entry = time.monotonic() + 10, None
+    secret = Secret(b"a secret of this fleet of stores")
+    place = Path(stores.bucket.removeprefix("file://")) / secret.head_path(Name("default", "model"))
+    while entry is None:
+        assert time.monotonic() < deadline
+        entry = place if place.exists() else None
+    head = secret.read_head(place.read_bytes())
+    with grpc.insecure_channel(head.address) as channel:
+        request = peer_pb2.YieldSessionRequest(
+            tenant="default", session_id="model", uid=head.uid, term=head.term
+        )
+        answer = peer_pb2_grpc.PeerServiceStub(channel).YieldSession(request)
+    with Liar(answer) as one:
+        yield one
+
+
+def has(stores: Stores, liar: Liar, session_id: str) -> None:
+    """A head says that the liar has it."""
+    secret = Secret(b"a secret of this fleet of stores")
+    place = Path(stores.bucket.removeprefix("file://")) / secret.head_path(Name("default", session_id))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(secret.write(Head(UID, "liar", "i", liar.address, 1, "0" * 16)))
+
+
+def frame(kind: int, message: bytes = b"", data_bytes: int = 0) -> bytes:
+    """A frame up to its data."""
+    return HEADER.pack(kind, 0, 0, len(message), data_bytes) + message
+
+
+def slowly(connection: socket.socket, rest: bytes) -> None:
+    """A byte now and then, for ever."""
+    for byte in rest * 10_000:
+        connection.sendall(bytes([byte]))
+        time.sleep(0.5)
+
+
+def _more_tokens(answer: peer_pb2.YieldSessionResponse) -> None:
+    answer.session.token_count = answer.session.whole_token_count = 2**40
+
+
+LIES: dict[str, Lie] = {
+    "another tenant": lambda a: setattr(a.session, "tenant", "other"),
+    "a user's session": lambda a: setattr(a.session, "name", "sessions/model"),
+    "no port": lambda a: setattr(a.ticket, "tcp_port", 0),
+    "a port beyond all": lambda a: setattr(a.ticket, "tcp_port", 70_000),
+    "a closed port": lambda a: setattr(a.ticket, "tcp_port", 1),
+    "fewer than none": lambda a: setattr(a.session, "token_count", -1),
+    "more whole than all": lambda a: setattr(a.session, "whole_token_count", 2**40),
+    "no model": lambda a: a.ClearField("model"),
+    "no session": lambda a: a.ClearField("session"),
+    "nothing": lambda a: a.Clear(),
+    "another model": lambda a: setattr(a.session, "model_fingerprint", b"x" * 32),
+    "a name that is none": lambda a: setattr(a.model, "name", "models/\u2603"),
+    "a layout of nothing": lambda a: a.session.ClearField("layout"),
+    "for ever": lambda a: setattr(a.remaining, "seconds", 315_576_000_000),
+    "long ago": lambda a: setattr(a.remaining, "seconds", -5),
+    "a ttl beyond all": lambda a: setattr(a.session.ttl, "seconds", 315_576_000_000),
+    "many labels": lambda a: a.session.labels.update({f"l{i}": "x" * 500 for i in range(200)}),
+    "very many copies": lambda a: setattr(a.session, "copies", 2**30),
+    "fewer copies": lambda a: setattr(a.session, "copies", -(2**30)),
+    "much salt": lambda a: setattr(a.session, "salt", b"x" * (1 << 20)),
+    "more tokens than fit": _more_tokens,
+}
+
+
+def test_no_lie_about_a_session_costs_more_than_the_session(stores: Stores, liar: Liar) -> None:
+    """Each is an absent or an empty session at once; the store's own ones are what they were."""
+    own = User(stores, "own")
+    own.turn(1)
+    for number, (what, lie) in enumerate(LIES.items()):
+        liar.lie = lie
+        has(stores, liar, f"s{number}")
+        begun = time.monotonic()
+        try:
+            session = stores.clients[1].sessions.get(f"sessions/s{number}")
+            found = session.token_count
+            # Empty, of the layout and the salt that it was said to have.
+            stores.clients[1].sessions.open(session).delete()
+        except SessionNotFound:
+            found = 0
+        assert found == 0, what
+        assert time.monotonic() - begun < LONGEST_S, what
+        fresh = User(stores, f"s{number}")
+        fresh.turn(1, 10)
+        assert fresh.found(1) == 10, what
+    assert own.found(1) == 70
+
+
+WELCOME = frame(SocketFrameKind.WELCOME)
+DRIPS: dict[str, Callable[[socket.socket], None]] = {
+    "rubbish": lambda c: c.sendall(b"\xff" * 4096),
+    "a byte now and then": lambda c: slowly(c, WELCOME),
+    "a chunk that is none": lambda c: c.sendall(
+        WELCOME + frame(SocketFrameKind.READ_HEADER) + frame(SocketFrameKind.CHUNK, b"\xff" * 64, 64)
+    ),
+    "a chunk of nothing": lambda c: c.sendall(
+        WELCOME + frame(SocketFrameKind.READ_HEADER) + frame(SocketFrameKind.CHUNK)
+    ),
+    "an end before it began": lambda c: c.sendall(
+        WELCOME + frame(SocketFrameKind.READ_HEADER) + frame(SocketFrameKind.END)
+    ),
+    "an error that is none": lambda c: c.sendall(WELCOME + frame(SocketFrameKind.ERROR, b"\xff" * 99)),
+    "a message now and then": lambda c: slowly(
+        c, WELCOME + frame(SocketFrameKind.READ_HEADER, b"\x0a" * 100_000)
+    ),
+    "nothing at all": lambda _: time.sleep(60),
+}
+
+
+def test_whatever_comes_instead_of_rows_ends_soon(stores: Stores, liar: Liar) -> None:
+    """All at once, and beside them a session of an honest store: nobody waits for a store that drips."""
+    honest = User(stores, "honest")
+    honest.turn(0, 2000)
+    took: dict[str, float] = {}
+    failures: list[str] = []
+
+    def ask(number: int, what: str) -> None:
+        begun = time.monotonic()
+        try:
+            found = stores.clients[1].sessions.get(f"sessions/d{number}").token_count
+            if found:
+                failures.append(f"{what}: {found} tokens")
+        except SessionNotFound:
+            pass
+        except Exception as error:  # noqa: BLE001  told by the main thread
+            failures.append(f"{what}: {error!r}")
+        took[what] = time.monotonic() - begun
+
+    for number, (what, drip) in enumerate(DRIPS.items()):
+        liar.drip = drip
+        has(stores, liar, f"d{number}")
+        thread = threading.Thread(target=ask, args=(number, what))
+        thread.start()
+        thread.join(LONGEST_S)
+        assert not thread.is_alive(), what
+    assert failures == []
+    assert honest.turn(1) == 2000
+
+
+def test_a_store_that_is_stopped_while_rows_drip_ends(stores: Stores, liar: Liar) -> None:
+    """No thread of an arrival keeps the process."""
+    liar.drip = lambda c: slowly(c, WELCOME + frame(SocketFrameKind.READ_HEADER, b"\x0a" * 100_000))
+
+    def ask(number: int) -> None:
+        with suppress(CacheError):
+            stores.clients[1].sessions.get(f"sessions/e{number}")
+
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(20)]
+    for number, asking in enumerate(threads):
+        has(stores, liar, f"e{number}")
+        asking.start()
+    time.sleep(1)
+    begun = time.monotonic()
+    stores.processes[1].terminate()
+    assert time.monotonic() - begun < 60
+    for asking in threads:
+        asking.join(5)
