@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -38,7 +39,7 @@ class Seaweed:
         keys = {"credentials": [{"accessKey": KEY, "secretKey": SECRET}]}
         one = {"name": "anonymous" if is_open else "a", "actions": actions, **({} if is_open else keys)}
         config.write_text(json.dumps({"identities": [one]}))
-        ports = _free_ports(6)
+        ports = kept_ports(6)
         self._is_open = is_open
         self.port = ports[0]
         self._command = [
@@ -99,16 +100,18 @@ def _is_writing(endpoint: str, *, is_open: bool) -> bool:
     return True
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports of which each has its gRPC port, 10,000 above, free as well."""
+def kept_ports(count: int) -> list[int]:
+    """Free ports that stay so until they are bound, however often: the system gives them to no connection.
+
+    Each has its gRPC port, 10,000 above, free as well.
+    """
     found: list[int] = []
     while len(found) < count:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            if port + 10_000 > 65_535:
-                continue
-            with contextlib.suppress(OSError):
-                other.bind(("127.0.0.1", port + 10_000))
+        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError):
+            # Below those that connections get (net.ipv4.ip_local_port_range).
+            port = secrets.randbelow(12_000) + 10_000
+            one.bind(("127.0.0.1", port))
+            other.bind(("127.0.0.1", port + 10_000))
+            if port not in found:
                 found.append(port)
     return found
