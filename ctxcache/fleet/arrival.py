@@ -40,6 +40,8 @@ STALL_TIMEOUT_S = 2.0
 """How long the other host may send nothing: its user waits."""
 STRETCH_BYTES = 16 << 20
 """About how many bytes are committed at a time."""
+STRETCHES_IN_ROOM = 8
+"""So many fit at least into what writers may hold at a time."""
 STRETCH_TOKENS = 64
 ASKED_AHEAD = 1
 COMING_LIMIT = 1 << 20
@@ -124,7 +126,10 @@ class Arrival:
         """All that is to come, in order."""
         layout = transfer.append.layout
         token_bytes = sum(layout.row_bytes(spec.stream) for spec in layout.specs)
-        step = max(STRETCH_BYTES // token_bytes // STRETCH_TOKENS, 1) * STRETCH_TOKENS
+        # Its room is held as a whole: a small store brings less at a time, and others write meanwhile.
+        pins, client = self._cache.appends.pins, transfer.append.reservation.client
+        stretch_bytes = min(STRETCH_BYTES, pins.limit_of(client) // STRETCHES_IN_ROOM)
+        step = max(stretch_bytes // token_bytes // STRETCH_TOKENS, 1) * STRETCH_TOKENS
         whole, count = self._guest.whole_token_count, self._guest.token_count
         for begin in range(0, whole, step):
             yield Stretch(begin, min(begin + step, whole), is_behind_gap=False)

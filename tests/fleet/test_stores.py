@@ -236,3 +236,14 @@ def test_a_session_that_comes_and_goes_leaves_one_guest(stores: Stores) -> None:
     while any(client.admin.stats().session_count > 1 for client in stores.clients):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_session_larger_than_the_memory_of_a_store_comes_whole(tmp_path: Path) -> None:
+    """It comes as its own store took it: a part at a time, and the rest is on SSD meanwhile."""
+    with Stores(tmp_path, 2, "--arena-size-bytes", "16MiB", "--ssd-size-bytes", "128MiB") as stores:
+        user = User(stores, "alice")
+        for _ in range(10):
+            user.turn(0, 6000)
+        published(stores, user, 1)
+        assert user.found(1) == 60_000
+        assert user.turn(0, 10) == 60_000
