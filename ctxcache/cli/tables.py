@@ -43,6 +43,8 @@ REASONS = {
     MissEvent.EVICTED: "was evicted",
     MissEvent.EXPIRED: "has expired",
     MissEvent.DELETED: "was deleted",
+    MissEvent.MOVED: "goes on at another host of the fleet",
+    MissEvent.OWNER_LOST: "is at another host of the fleet, which does not answer",
 }
 
 

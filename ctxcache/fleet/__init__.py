@@ -22,7 +22,7 @@ from typing import Any
 
 from ctxcache.cache import Cache
 from ctxcache.client.credentials import ClientTls, OwnTokenFile
-from ctxcache.core.fleet.claims import Claims, FleetFacts, Left, Loss, Verdict
+from ctxcache.core.fleet.claims import Busy, Claims, FleetFacts, Left, Loss, Verdict
 from ctxcache.core.fleet.heads import NODES, ForeignObject, Name, NodeRecord, Secret
 from ctxcache.core.fleet.register import NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure
@@ -63,6 +63,8 @@ FORGOTTEN_PER_SLICE = 1000
 SAVE_WAIT_S = 1.0
 """How long a turn waits for the one before to be saved at another store. Then it is computed alone."""
 LOOK_INTERVAL_S = 0.1
+KNOCK_S = 2.0
+"""How long a store is asked for its rows that has no connection free."""
 FLEET = "v1/fleet"
 """The path of the object by which a store finds out whether the bucket is of its fleet."""
 
@@ -515,8 +517,7 @@ class Fleet:
         try:
             async with self._arriving:
                 await self._make_room_for(name, uid, offer)
-                arrival = Arrival(self._cache, self._calls, offer, name.session_id, self._tls)
-                await bring(arrival, partial(asyncio.get_running_loop().run_in_executor, self._threads))
+                arrival = await self._brought(name, offer)
             self.claims.counts.arrived_tokens += arrival.token_count
             self.claims.counts.arrived_bytes += arrival.size_bytes
             if arrival.token_count >= guest.token_count:
@@ -524,6 +525,21 @@ class Fleet:
         except CacheError as error:
             log.warning("session_not_arrived error=%s", error)
         return self.uid(name) == uid
+
+    # The other store has as many connections as it may, and one of them ends soon. The head names us by now:
+    # nobody else has a way to these rows.
+    async def _brought(self, name: Name, offer: Offer) -> Arrival:
+        begun, run = time.monotonic(), partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        while True:
+            arrival = Arrival(self._cache, self._calls, offer, name.session_id, self._tls)
+            await bring(arrival, run)
+            if arrival.was_let_in or time.monotonic() > begun + KNOCK_S:
+                return arrival
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            try:
+                offer = await offer.again()
+            except (Busy, Left, NoAnswer):
+                return arrival
 
     async def _make_room_for(self, name: Name, uid: str, offer: Offer) -> None:
         """An empty session of that uid, as the other store describes it."""

@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -58,6 +58,8 @@ class Offer:
     host: str
     answer: Any
     """A YieldSessionResponse."""
+    again: Callable[[], Awaitable["Offer"]]
+    """Asks once more, for another ticket. Raises Busy, Left, NoAnswer."""
 
 
 class Stretch(NamedTuple):
@@ -82,6 +84,8 @@ class Arrival:
         self.token_count = 0
         """Tokens that have come."""
         self.size_bytes = 0
+        self.was_let_in = False
+        """Whether the other store took the ticket: it has room for one more connection."""
         self._framed: FramedSocket | None = None
         self._is_over = False
         """Whether nobody waits for it any more."""
@@ -184,6 +188,7 @@ class Arrival:
         hello = bulk_pb2.BulkHello(ticket=self._offer.answer.ticket.ticket, version=VERSION)
         framed.send(SocketFrameKind.HELLO, hello.SerializeToString())
         self._receive(framed, SocketFrameKind.WELCOME)
+        self.was_let_in = True
 
     def _ask(self, framed: FramedSocket, stretch: Stretch) -> None:
         request = session_pb2.ReadSessionRequest(

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from grpc_health.v1 import health_pb2
@@ -89,7 +90,7 @@ class Asking:
             if len(self._silent_until) > WIRES:
                 del self._silent_until[next(iter(self._silent_until))]
             raise NoAnswer(f"{source.address}: {error}") from error
-        return Offer(Address.of(source.address).host, answer)
+        return Offer(Address.of(source.address).host, answer, partial(self.yield_, name, source, term))
 
     def _yield(
         self, address: str, wire: Wire, request: peer_pb2.YieldSessionRequest

@@ -165,8 +165,10 @@ class ReadTransfer:
         """Hold what is asked for. Raises what ReadSession raises."""
         async with AsyncExitStack() as held:
             caller.check()
-            # Counted before anything is leased: a refused call has moved nothing.
-            held.enter_context(calls.enter(caller.tenant))
+            # Counted before anything is leased: a refused call has moved nothing. A peer has taken a session
+            # over, and would lose it: its connection is counted, and nothing else.
+            if caller.grant.role is not Role.PEER:
+                held.enter_context(calls.enter(caller.tenant))
             asked, streams = await self._asked(request, caller)
             lease, chosen, _ = await held.enter_async_context(self._reading.stream(asked, streams))
             self._lease, self.streams = lease, tuple(chosen)

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ctxcache.cli.tables import REASONS
 from ctxcache.client import OPAQUE, TOKENS, ModelSpec
 from ctxcache.errors import CacheError, SessionMoved, SessionNotFound
 from tests.fleet.stores import BEAT_S, Stores, User, rows_of
@@ -45,6 +47,8 @@ def test_the_former_store_lists_and_finds_it_no_more(stores: Stores) -> None:
     published(stores, user, 1)
     assert [session.name for session in stores.clients[0].sessions.list()] == []
     assert [session.name for session in stores.clients[1].sessions.list()] == [user.name]
+    # An operator is told where it went, in words.
+    assert REASONS[stores.clients[0].admin.why_miss(user.name).reason].startswith("goes on at another host")
 
 
 def test_a_writer_of_the_former_store_is_cut_off(stores: Stores) -> None:
@@ -247,3 +251,16 @@ def test_a_session_larger_than_the_memory_of_a_store_comes_whole(tmp_path: Path)
         published(stores, user, 1)
         assert user.found(1) == 60_000
         assert user.turn(0, 10) == 60_000
+
+
+@pytest.mark.parametrize("limit", ["--max-concurrent-streams", "--max-bulk-connections"])
+def test_a_busy_owner_costs_no_rows(tmp_path: Path, limit: str) -> None:
+    """Many sessions come at once from a store that may have one stream, or two connections, at a time."""
+    with Stores(tmp_path, 2, limit, "2") as stores:
+        users = [User(stores, f"user{number}") for number in range(24)]
+        for user in users:
+            user.turn(0, 500)
+        time.sleep(1)
+        with ThreadPoolExecutor(24) as pool:
+            heard = list(pool.map(lambda user: stores.clients[1].sessions.get(user.name), users))
+        assert [session.token_count for session in heard] == [500] * 24
