@@ -141,6 +141,8 @@ class Fleet:
         try:
             await self._prove()
             await self.claims.beat()
+            # The probe may have taken longer than beats may fail.
+            self._heard_s = time.monotonic()
         except NoAnswer as error:
             self._note_silence(error)
         except ForeignObject as error:
