@@ -257,10 +257,12 @@ def test_a_session_larger_than_the_memory_of_a_store_comes_whole(tmp_path: Path)
 def test_a_busy_owner_costs_no_rows(tmp_path: Path, limit: str) -> None:
     """Many sessions come at once from a store that may have one stream, or two connections, at a time."""
     with Stores(tmp_path, 2, limit, "2") as stores:
-        users = [User(stores, f"user{number}") for number in range(24)]
+        # As many as come within the time for which a busy store is asked, on a busy machine too.
+        users = [User(stores, f"user{number}") for number in range(8)]
         for user in users:
             user.turn(0, 500)
-        time.sleep(1)
-        with ThreadPoolExecutor(24) as pool:
+        while stores.clients[0].admin.fleet().private_session_count:
+            time.sleep(0.05)
+        with ThreadPoolExecutor(8) as pool:
             heard = list(pool.map(lambda user: stores.clients[1].sessions.get(user.name), users))
-        assert [session.token_count for session in heard] == [500] * 24
+        assert [session.token_count for session in heard] == [500] * 8
