@@ -54,7 +54,9 @@ def open_register(url: str, *, patience_s: float = TIMEOUT_S) -> Register:
         if urlsplit(url).scheme == "file":
             return DirectoryRegister(Path(urlsplit(url).path))
         return BucketRegister(url, patience_s)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise InvalidConfiguration(source="fleet_bucket", problem=f"{url}: {error.strerror}") from error
+    except ValueError as error:
         raise InvalidConfiguration(source="fleet_bucket", problem=str(error)) from error
     except ImportError as error:
         problem = "needs obstore: pip install 'ctxcache[fleet]'"
