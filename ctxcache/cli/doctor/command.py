@@ -28,7 +28,7 @@ app = typer.Typer()
 
 
 class Part(enum.StrEnum):
-    """What is looked at alone, where not everything is."""
+    """A part of the examination that can be asked for by itself."""
 
     BUCKET = "bucket"
 

@@ -1,1 +1,1 @@
-"""Who continues a session, where several hosts have stores: heads, and the steps of a host's copies."""
+"""The rules by which hosts agree who continues a session: heads, tenure and claims."""

@@ -33,7 +33,7 @@ KNOWN_LIMIT = 4096
 
 
 class Verdict(Enum):
-    """What is to be done with a session that somebody here uses."""
+    """The answer to a look at a session: whether this host may continue it."""
 
     HERE = auto()
     """It is here, and may be continued."""
@@ -42,7 +42,7 @@ class Verdict(Enum):
     ELSEWHERE = auto()
     """Its owner is writing it: nobody here may."""
     UNKNOWN = auto()
-    """The register does not answer. What is here may be used; nothing says that there is no more."""
+    """The register does not answer. A copy here may be used; another host may have a longer one."""
 
 
 class Loss(Enum):
@@ -133,7 +133,7 @@ class Copy:
 
 @dataclass(slots=True)
 class Counts:
-    """What has happened since the start."""
+    """Counts of one host since its start."""
 
     head_reads: int = 0
     head_changes: int = 0
@@ -341,7 +341,7 @@ class Claims:
             self._claim(name, Copy(uid, Tenure.PRIVATE, entry))
             return Verdict.HERE
         if uid is None and self._copies.has_guest(head.uid):
-            # Whoever asked for it has not taken it over yet. The head changes, so that it never will.
+            # The host that asked has not changed the head yet. A new term refuses its change.
             return await self._renew(name, entry, head)
         if uid is not None:
             if name not in self._claimed:
@@ -393,7 +393,7 @@ class Claims:
     async def _land(
         self, name: Name, entry: Entry, head: Head, source: Source, uid: str, offer: object
     ) -> Verdict | None:
-        # What was asked for meanwhile has been created here by somebody else.
+        # A client has created a session of this name during the wait.
         if self._copies.uid(name) is not None:
             return None
         self._owed.note(uid, source)
@@ -488,13 +488,13 @@ class Claims:
         return Head(uid, self.node, self.incarnation, self.address, 1, self._nonce())
 
     async def _put(self, name: Name, made: Head, before: Entry | None) -> Entry | None:
-        """What is there when a head of ours was put, or refused."""
+        """Put a head of this host; the entry that the register has then, which may be another host's."""
         # Without a record nobody can tell this host what is taken from it.
         if self._record is None:
             raise NoAnswer("no beat of this host was heard yet")
         self.counts.head_changes += 1
         path = self._secret.head_path(name)
-        # What is noted from here on may be meant for the head that we put.
+        # A note that comes from here on may mean the new head.
         self._noted.discard(path)
         return await put(self._register, path, self._secret.write(made), before)
 
@@ -517,7 +517,7 @@ class Claims:
             # Asked for once before, and the answer was lost.
             if self._copies.has_guest(uid):
                 return
-            # What has taken its place here is not published yet.
+            # The session that replaced this copy here is not published yet.
             if copy is not None and copy.uid == named and copy.tenure is Tenure.PRIVATE:
                 raise Busy
             raise Left
@@ -606,7 +606,7 @@ class Claims:
         self._noted |= set(paths if taken is None else taken)
         for path in self._noted & paths.keys():
             copy = self._claimed[paths[path]]
-            # Of a private one, too: its head may have been put by a change that had no answer.
+            # A private copy is doubted too: an unanswered change may have put its head.
             if copy.tenure is not Tenure.UNSURE:
                 copy.tenure = step(copy.tenure, Turn.DOUBTED)
 
