@@ -92,6 +92,12 @@ STORE_SERIES = {
         ON,
         quiet=(series("ctxcache_fleet_owners_lost_total", f"7{X60}"),),
     ),
+    "CtxcacheFleetNotShared": Fires(
+        (series("ctxcache_fleet_share_failures_total", "0+3x60"),),
+        12,
+        ON,
+        quiet=(series("ctxcache_fleet_share_failures_total", "0 3 3 3 3 3 3 3 3 3 3 3 3 3"),),
+    ),
     "CtxcacheMetadataAils": Fires(
         (
             series("ctxcache_rocksdb_background_errors", f"1{X60}"),

@@ -287,6 +287,7 @@ class Sessions:
                 dropped=[index for begin_end in indexes for index in begin_end],
             )
             self._ledger.visited(session)
+            self._state.changed(session)
             await self._departures.write_down([session], dead=dead)
         return session.view()
 
@@ -488,11 +489,16 @@ class Sessions:
         await self._flushing.demote(session)
         return session.view()
 
-    async def delete(self, tenant: str, session_id: str, generation: int | None) -> None:
-        """Delete a session. Raises SessionNotFound, GenerationMismatch, WriteInProgress."""
+    def check_delete(self, tenant: str, session_id: str, generation: int | None) -> Session:
+        """The session that may be deleted. Raises as `delete`."""
         session = self._ledger.find(tenant, session_id)
         self._check_change(session, generation)
         self._metadata.check(is_growing=False)
+        return session
+
+    async def delete(self, tenant: str, session_id: str, generation: int | None) -> None:
+        """Delete a session. Raises SessionNotFound, GenerationMismatch, WriteInProgress, TierFailure."""
+        session = self.check_delete(tenant, session_id, generation)
         self._state.seen.deleted_session_count += 1
         # The journal is told while the session is still there.
         self._ended(session, Event.DELETED)

@@ -280,6 +280,8 @@ def fleet_view(fleet: FleetView) -> RenderableType:
         ("sessions", f"{owned} owned, {private} not announced yet, {unsure}"),
         ("guests", f"{fleet.guest_count} copies of sessions that went on elsewhere"),
         ("came here", f"{came}, {moved}, {human_size(fleet.arrived_bytes)}"),
+        ("out of the bucket", counted(fleet.restored_session_count, "session")),
+        ("shared", _shared(fleet)),
         ("went on elsewhere", f"{fleet.yielded_session_count}, and {fleet.superseded_session_count} unasked"),
         ("owner silent", f"{counted(fleet.owner_lost_count, 'session')} begun anew"),
         ("heads", f"{reads} read, {changes} changed, {fleet.no_answer_count} without an answer"),
@@ -289,6 +291,11 @@ def fleet_view(fleet: FleetView) -> RenderableType:
         taken = str(node.taken_session_count)
         rows.add_row(node.node[:FINGERPRINT_DIGITS], node.address, _node_state(node), taken, node.problem)
     return Group(facts, "", rows)
+
+
+def _shared(fleet: FleetView) -> str:
+    put = f"{counted(fleet.shared_object_count, 'object')}, {human_size(fleet.shared_bytes)}"
+    return f"{put}; {fleet.unshared_session_count} waiting, {fleet.share_failure_count} failed"
 
 
 def _node_state(node: FleetNode) -> str:

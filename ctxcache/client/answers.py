@@ -18,6 +18,11 @@ class Durability(OpenEnum):
     """In this process's memory: survives nothing."""
     DISK = 2
     """On this node's disk and synced: survives a crash of the process and of the machine."""
+    SHARED = 3
+    """As DISK, and in the bucket of the fleet: survives the loss of the host. Of sessions alone, not of
+    blocks. NOT_FOUND (FLEET_NOT_FOUND) in a store without a fleet; UNAVAILABLE (UNAVAILABLE) when the bucket
+    has not answered: then the tokens are durable as by DISK.
+    """
 
 
 class LookupState(OpenEnum):
@@ -894,6 +899,18 @@ class FleetView:
     """Questions to the bucket without an answer in time, since the start."""
     nodes: tuple[FleetNode, ...] = ()
     """The stores of the fleet, by node."""
+    restored_session_count: int = 0
+    """Of the sessions that came here, how many came from the bucket."""
+    shared_object_count: int = 0
+    """Objects that were put into the bucket since the start."""
+    shared_bytes: int = 0
+    """Bytes that were put into the bucket since the start."""
+    unshared_session_count: int = 0
+    """Sessions whose rows are yet to be put into the bucket."""
+    share_failure_count: int = 0
+    """Sessions that could not be shared when that was tried, since the start."""
+    removed_object_count: int = 0
+    """Objects that were removed from the bucket since the start."""
 
 
 @dataclass(frozen=True, slots=True)

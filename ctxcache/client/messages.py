@@ -835,6 +835,12 @@ def read_fleet_view(message: operations_pb2.Fleet) -> types.FleetView:
         head_change_count=message.head_change_count,
         no_answer_count=message.no_answer_count,
         nodes=tuple([read_fleet_node(part) for part in message.nodes]),
+        restored_session_count=message.restored_session_count,
+        shared_object_count=message.shared_object_count,
+        shared_bytes=message.shared_bytes,
+        unshared_session_count=message.unshared_session_count,
+        share_failure_count=message.share_failure_count,
+        removed_object_count=message.removed_object_count,
     )
 
 
@@ -858,6 +864,12 @@ def write_fleet_view(plain: types.FleetView) -> operations_pb2.Fleet:
         head_change_count=plain.head_change_count,
         no_answer_count=plain.no_answer_count,
         nodes=[write_fleet_node(part) for part in plain.nodes],
+        restored_session_count=plain.restored_session_count,
+        shared_object_count=plain.shared_object_count,
+        shared_bytes=plain.shared_bytes,
+        unshared_session_count=plain.unshared_session_count,
+        share_failure_count=plain.share_failure_count,
+        removed_object_count=plain.removed_object_count,
     )
 
 

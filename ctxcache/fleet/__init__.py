@@ -2,7 +2,9 @@
 
     services ──► Fleet (whereabouts) ──► Claims ──► register     who continues a session
                    │                        └─────► Asking       its owner, over gRPC
-                   └── Arrival ◄── bulk channel of the owner     its rows
+                   ├── Arrival ◄── bulk channel of the owner     its rows
+                   │      └─────── objects of the bucket         or those that were shared
+                   └── Sharing ──► objects of the bucket
 
 `core/fleet/` decides; what a decision does to sessions and sockets is here. Worst case: the bucket does not
 answer; the sessions that are here are served on, and what another host has is computed.
@@ -10,6 +12,7 @@ answer; the sessions that are here are served on, and what another host has is c
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 import uuid
@@ -35,14 +38,17 @@ from ctxcache.errors import (
     SessionMoved,
     Unavailable,
 )
-from ctxcache.fleet.arrival import Arrival, Offer, bring
+from ctxcache.fleet.arrival import Arrival, bring
 from ctxcache.fleet.peers import Asking, Former
+from ctxcache.fleet.sharing import Sharing
+from ctxcache.fleet.sources import Offer
 from ctxcache.runtime.threads import started_pool
 from ctxcache.service import convert, validate
 from ctxcache.service.admission import Admission
 from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.storage.bucket_probe import FEW_RACERS, probe
-from ctxcache.v1 import operations_pb2, peer_pb2, session_pb2
+from ctxcache.storage.objects import Objects
+from ctxcache.v1 import operations_pb2, session_pb2
 
 log = logging.getLogger(__name__)
 GUEST_TTL_NS = 3600 * 10**9
@@ -65,6 +71,7 @@ SAVE_WAIT_S = 1.0
 LOOK_INTERVAL_S = 0.1
 KNOCK_S = 2.0
 """How long a store is asked for its rows that has no connection free."""
+NAME_OF_PART = re.compile("[0-9a-f]{32}")
 FLEET = "v1/fleet"
 """The path of the object by which a store finds out whether the bucket is of its fleet."""
 
@@ -92,15 +99,18 @@ class Fleet:
         beat_s: float,
         tls: ClientTls | None,
         token: OwnTokenFile | None,
+        objects: Objects,
+        is_sharing: bool,
+        share_bytes_per_s: int,
     ) -> None:
+        """`is_sharing`: every session is shared behind its turns."""
         self._cache, self._register, self._secret, self._bucket = cache, register, secret, bucket
         self._beat_s, self._turns = beat_s, Turns()
         # A count of their own: clients' streams are no reason to lose a session that comes.
         self._calls = Admission("arrivals", ARRIVALS)
         self._arriving = asyncio.Semaphore(ARRIVALS)
-        self._tls = tls
         self._threads: ThreadPoolExecutor = started_pool(ARRIVALS, "fleet")
-        self._asking = Asking(tls, token)
+        self._asking = Asking(tls, token, self._stored)
         self.claims = Claims(
             register,
             secret,
@@ -112,6 +122,20 @@ class Fleet:
             nonce=partial(secrets.token_hex, 8),
             new_uid=lambda: uuid.uuid4().hex,
         )
+        self.sharing = Sharing(
+            cache,
+            objects,
+            secret,
+            self.claims,
+            self._settle,
+            self._threads,
+            self._spawn,
+            turns=self._turns,
+            bucket=bucket,
+            is_asked_always=is_sharing,
+            bytes_per_s=share_bytes_per_s,
+        )
+        cache.state.changed = self.sharing.changed
         self._announcing: set[Name] = set()
         """Sessions whose heads are written now."""
         self._burying = 0
@@ -170,6 +194,7 @@ class Fleet:
             loops.create_task(self._beat())
             loops.create_task(self._publish())
             loops.create_task(self._forget())
+            loops.create_task(self.sharing.run())
 
     async def close(self) -> None:
         """End what runs. Nothing is given up: the sessions are this host's when it comes back."""
@@ -231,11 +256,26 @@ class Fleet:
             names = self.claims.names()
             for begin in range(0, len(names), FORGOTTEN_PER_SLICE):
                 some = names[begin : begin + FORGOTTEN_PER_SLICE]
-                self.claims.forget([n for n in some if self._session(n) is None and n not in self._settling])
+                gone = [n for n in some if self._session(n) is None and n not in self._settling]
+                await self._bury_expired(gone)
+                self.claims.forget(n for n in gone if self._session(n) is None and n not in self._settling)
                 await asyncio.sleep(0)
             for uid in [uid for uid in self._former if not self.has_guest(uid)]:
                 self._former.pop(uid, None)
             self._guest_of = {name: uid for name, uid in self._guest_of.items() if uid in self._former}
+
+    async def _bury_expired(self, gone: Iterable[Name]) -> None:
+        """What the bucket has of sessions that have expired here is removed; of evicted ones it stays."""
+        for name in gone:
+            shared = self.claims.shared(name)
+            if not shared:
+                continue
+            try:
+                await self.sharing.stored(name, shared)
+            except Left:
+                await self._bury(name)
+            except NoAnswer as error:
+                log.warning("fleet_expired_not_removed error=%s", error)
 
     # -- what the services ask -----------------------------------------------------------------------
 
@@ -289,20 +329,46 @@ class Fleet:
             log.error("fleet_head_unreadable error=%s", error)  # noqa: TRY400  the sentence says all
             return Verdict.ABSENT
 
+    async def ending(self, tenant: str, session_id: str) -> None:
+        """See Whereabouts."""
+        name = Name(tenant, session_id)
+        try:
+            shared = await self.claims.bury_first(name)
+        except NoAnswer as error:
+            raise Unavailable(target=self._bucket, problem=str(error)) from error
+        if shared:
+            self._spawn(self.sharing.removed(name, shared))
+
+    def check_shares(self) -> None:
+        """See Whereabouts."""
+
+    async def share(self, tenant: str, session_id: str) -> None:
+        """See Whereabouts."""
+        await self.sharing.share(Name(tenant, session_id))
+
+    async def _stored(self, name: Name, shared: str) -> Offer:
+        return await self.sharing.stored(name, shared)
+
     def deleted(self, tenant: str, session_id: str) -> None:
         """See Whereabouts."""
         # One that is not buried is looked for here in vain, and is absent then, too.
         if self._burying < BURIED_AT_ONCE:
             self._burying += 1
-            self._spawn(self._bury(Name(tenant, session_id)))
+            self._spawn(self._bury_one(Name(tenant, session_id)))
+
+    async def _bury_one(self, name: Name) -> None:
+        try:
+            await self._bury(name)
+        finally:
+            self._burying -= 1
 
     async def _bury(self, name: Name) -> None:
         try:
-            await self.claims.bury(name)
+            shared = await self.claims.bury(name)
+            if shared:
+                await self.sharing.removed(name, shared)
         except NoAnswer as error:
             log.warning("fleet_head_not_buried error=%s", error)
-        finally:
-            self._burying -= 1
 
     async def _settle(self, name: Name) -> Verdict:
         """Settle a name; those who ask for one meanwhile wait for the same answer."""
@@ -352,7 +418,7 @@ class Fleet:
         guest = self._guest(uid)
         if guest is None:
             raise Left
-        return guest, self._former.get(uid) or Former.of(guest)
+        return guest, self._former.get(uid) or self._was(guest)
 
     async def describe(self) -> operations_pb2.Fleet:
         """All that an operator asks. Raises Unavailable."""
@@ -380,6 +446,12 @@ class Fleet:
             head_read_count=counts.head_reads,
             head_change_count=counts.head_changes,
             no_answer_count=counts.no_answers,
+            restored_session_count=counts.arrived_stored,
+            shared_object_count=counts.shared_objects,
+            shared_bytes=counts.shared_bytes,
+            unshared_session_count=self.sharing.waiting_count,
+            share_failure_count=counts.share_failures,
+            removed_object_count=counts.removed_objects,
             nodes=[
                 operations_pb2.FleetNode(
                     node=node.record.node,
@@ -413,7 +485,7 @@ class Fleet:
     def facts(self) -> FleetFacts:
         """This store's place in the fleet."""
         self._look_at_the_clock()
-        return FleetFacts(self.claims.counts, self.tenures(), self.claims.is_sure)
+        return FleetFacts(self.claims.counts, self.tenures(), self.claims.is_sure, self.sharing.waiting_count)
 
     def tenures(self) -> Counter[Tenure]:
         """Sessions with names by tenure, and guests since the start."""
@@ -457,9 +529,12 @@ class Fleet:
                 self._cache.appends.release(reservation, is_abandoned=True)
         self._end_guest(name)
         self._guest_of[name] = session.uid.hex()
-        self._former[session.uid.hex()] = Former.of(session)
+        self._former[session.uid.hex()] = self._was(session)
         self._cache.sessions.retire(session, self._cache.state.clock.now_ns() + GUEST_TTL_NS)
         self._spawn(self._write_down(session))
+
+    def _was(self, session: Session) -> Former:
+        return Former.of(session, self.sharing.parts_of(session))
 
     def restore(self, name: Name, uid: str) -> None:
         """See Copies."""
@@ -491,18 +566,19 @@ class Fleet:
 
     async def _check_place(self, name: Name, offer: Offer) -> None:
         """Register the model that the other store describes; raise what speaks against its session here."""
-        model, guest = offer.answer.model, offer.answer.session
+        model, guest = offer.model, offer.told
         if guest.tenant != name.tenant:
             raise InvalidArgument(field="session.tenant", problem="is another one's")
         validate.guest_id(guest.name, "session.name")
         validate.within(guest.token_count, 0, 2**62, "session.token_count")
         validate.within(guest.whole_token_count, 0, guest.token_count, "session.whole_token_count")
-        validate.within(offer.answer.ticket.tcp_port, 1, 65535, "ticket.tcp_port")
+        validate.within(offer.tcp_port, 0, 65535, "ticket.tcp_port")
         validate.within(guest.copies, 0, 2, "session.copies")
         if guest.contents:
             validate.contents(guest.contents, 0, "session.contents")
-        self._expiration(offer.answer)
+        self._expiration(offer)
         _described(guest)
+        _check_parts(offer)
         if self.uid(name) is None:
             self._cache.sessions.check_new(*name)
         pace = LoopSlice(self._turns)
@@ -515,13 +591,15 @@ class Fleet:
     async def land(self, name: Name, uid: str, offer: object) -> bool:
         """See Copies."""
         assert isinstance(offer, Offer)  # noqa: S101  what `Asking` returned
-        guest = offer.answer.session
+        guest = offer.told
         try:
             async with self._arriving:
                 await self._make_room_for(name, uid, offer)
                 arrival = await self._brought(name, offer)
             self.claims.counts.arrived_tokens += arrival.token_count
             self.claims.counts.arrived_bytes += arrival.size_bytes
+            self.claims.counts.arrived_stored += not offer.tcp_port
+            self.sharing.arrived(name, uid, offer, arrival.token_count)
             if arrival.token_count >= guest.token_count:
                 self._end_guest(name)
         except CacheError as error:
@@ -533,9 +611,10 @@ class Fleet:
     async def _brought(self, name: Name, offer: Offer) -> Arrival:
         begun, run = time.monotonic(), partial(asyncio.get_running_loop().run_in_executor, self._threads)
         while True:
-            arrival = Arrival(self._cache, self._calls, offer, name.session_id, self._tls)
+            source = offer.source()
+            arrival = Arrival(self._cache, self._calls, source, name.session_id)
             await bring(arrival, run)
-            if arrival.was_let_in or time.monotonic() > begun + KNOCK_S:
+            if source.was_let_in or offer.again is None or time.monotonic() > begun + KNOCK_S:
                 return arrival
             await asyncio.sleep(LOOK_INTERVAL_S)
             try:
@@ -545,24 +624,24 @@ class Fleet:
 
     async def _make_room_for(self, name: Name, uid: str, offer: Offer) -> None:
         """An empty session of that uid, as the other store describes it."""
-        guest = offer.answer.session
+        guest = offer.told
         await self._cache.sessions.create(
             name.tenant,
             name.session_id,
-            model_id=validate.model_id(offer.answer.model.name, "model.name"),
-            expiration=self._expiration(offer.answer),
+            model_id=validate.model_id(offer.model.name, "model.name"),
+            expiration=self._expiration(offer),
             is_pinned=guest.is_pinned,
             copies=min(guest.copies, self._cache.ledger.below.path_count),
             uid=bytes.fromhex(uid),
             **_described(guest),
         )
 
-    def _expiration(self, answer: peer_pb2.YieldSessionResponse) -> Expiration:
+    def _expiration(self, offer: Offer) -> Expiration:
         """What a session had elsewhere. Raises InvalidArgument."""
-        remaining_ns, now_ns = answer.remaining.ToNanoseconds(), self._cache.state.clock.now_ns()
+        remaining_ns, now_ns = offer.remaining.ToNanoseconds(), self._cache.state.clock.now_ns()
         validate.within(remaining_ns, 0, validate.LATEST_NS, "remaining")
-        has_ttl = answer.session.HasField("ttl")
-        ttl_ns = validate.sliding(answer.session.ttl).ttl_ns if has_ttl else None
+        has_ttl = offer.told.HasField("ttl")
+        ttl_ns = validate.sliding(offer.told.ttl).ttl_ns if has_ttl else None
         return Expiration(ttl_ns, min(now_ns + remaining_ns, validate.LATEST_NS))
 
     async def _write_down(self, session: Session) -> None:
@@ -585,3 +664,16 @@ def _described(guest: session_pb2.Session) -> dict[str, Any]:
         "salt": validate.salt(guest.salt, "session.salt"),
         "labels": validate.labels(guest.labels, "session.labels"),
     }
+
+
+def _check_parts(offer: Offer) -> None:
+    """Raise InvalidArgument unless what the bucket has is rows of the session, one behind the other."""
+    at, count, told = 0, 0, offer.told
+    for part in offer.parts:
+        is_right = at <= part.token_begin < part.token_end <= told.token_count
+        is_within = part.token_begin >= told.whole_token_count or part.token_end <= told.whole_token_count
+        if not (is_right and is_within and NAME_OF_PART.fullmatch(part.name)):
+            raise InvalidArgument(field="parts", problem="are not the session's")
+        at, count = part.token_end, count + part.token_end - part.token_begin
+    if not offer.tcp_port and count != told.token_count:
+        raise InvalidArgument(field="parts", problem="are not all of the session")

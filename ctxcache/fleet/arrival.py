@@ -1,49 +1,41 @@
-"""An arrival: rows of another host's guest come to a session of ours, over the other store's bulk channel.
+"""An arrival: rows of a session elsewhere come to a session of ours, from another host or from the bucket.
 
     a thread of the fleet's                      the event loop, which owns the cache
     receives, verifies, puts in place      ──►   AppendTransfer: reserve, lend room, commit
 
 What arrives is an append: rows are listed, found by their keys and made durable exactly as those of an
 engine. Every part is verified as it comes, by the sum that its writer made where it is a whole chunk. Rows
-are committed a stretch at a time. Worst case: the other host stops in the middle; what was committed is a
+are committed a stretch at a time. Worst case: the source stops in the middle; what was committed is a
 shorter session.
 """
 
 import asyncio
 import logging
-import socket
-import struct
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import wait
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, wait
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from ctxcache.cache import Cache
-from ctxcache.client.credentials import ClientTls
+from ctxcache.core.fleet.register import NoAnswer
 from ctxcache.errors import CacheError, ChecksumMismatch
+from ctxcache.fleet.sources import STRETCH_TOKENS, Source, Stretch
 from ctxcache.identity import ArenaGrant
 from ctxcache.service import validate
 from ctxcache.service.admission import Admission
 from ctxcache.service.bulk_connection import AppendTransfer
 from ctxcache.service.callers import Caller
 from ctxcache.v1 import bulk_pb2, session_pb2
-from ctxcache.wire.framed_socket import VERSION, FramedSocket, FrameError, Part, SocketFrame, SocketFrameKind
-from ctxcache.wire.status import from_encoded_status
+from ctxcache.wire.framed_socket import FrameError, Part, SocketFrameKind
 
 log = logging.getLogger(__name__)
-CONNECT_TIMEOUT_S = 2.0
-STALL_TIMEOUT_S = 2.0
-"""How long the other host may send nothing: its user waits."""
 STRETCH_BYTES = 16 << 20
 """About how many bytes are committed at a time."""
 STRETCHES_IN_ROOM = 8
 """So many fit at least into what writers may hold at a time."""
-STRETCH_TOKENS = 64
-ASKED_AHEAD = 1
 COMING_LIMIT = 1 << 20
 PACE_S, PACE_BYTES = 5.0, 1 << 20
 """So much has to come in that time, or the rest of it: whoever drips is waited for no longer."""
@@ -51,42 +43,18 @@ HEARD_INTERVAL_S = 1.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What another host offers: a guest, and a ticket for its bulk channel at `host`."""
-
-    host: str
-    answer: Any
-    """A YieldSessionResponse."""
-    again: Callable[[], Awaitable["Offer"]]
-    """Asks once more, for another ticket. Raises Busy, Left, NoAnswer."""
-
-
-class Stretch(NamedTuple):
-    """Tokens `[begin, end)` of the guest, which are asked for and committed together."""
-
-    begin: int
-    end: int
-    is_behind_gap: bool
-
-
 class Arrival:
     """One session that comes."""
 
-    def __init__(
-        self, cache: Cache, calls: Admission, offer: Offer, session_id: str, tls: ClientTls | None
-    ) -> None:
-        """`session_id`: of the empty session that was made for it, of the guest's layout."""
-        self._cache, self._calls, self._offer, self._tls = cache, calls, offer, tls
-        self._guest: session_pb2.Session = offer.answer.session
-        self._session_id, self._tenant = session_id, self._guest.tenant
+    def __init__(self, cache: Cache, calls: Admission, source: Source, session_id: str) -> None:
+        """`session_id`: of the empty session that was made for it, of the layout that the source tells."""
+        self._cache, self._calls, self._source = cache, calls, source
+        self._told = source.told
+        self._session_id, self._tenant = session_id, self._told.tenant
         self._loop = asyncio.get_running_loop()
         self.token_count = 0
         """Tokens that have come."""
         self.size_bytes = 0
-        self.was_let_in = False
-        """Whether the other store took the ticket: it has room for one more connection."""
-        self._framed: FramedSocket | None = None
         self._is_over = False
         """Whether nobody waits for it any more."""
         self._is_ours, self._done_count = False, 0
@@ -97,49 +65,44 @@ class Arrival:
         transfer = AppendTransfer(self._cache)
         header = session_pb2.AppendHeader(
             name=f"sessions/{self._session_id}",
-            model_fingerprint=self._guest.model_fingerprint,
+            model_fingerprint=self._told.model_fingerprint,
             write_offset=0,
-            contents=self._guest.contents,
-            coming_token_count=min(self._guest.token_count, COMING_LIMIT),
+            contents=self._told.contents,
+            coming_token_count=min(self._told.token_count, COMING_LIMIT),
         )
         caller = Caller("fleet", ArenaGrant(self._tenant))
         await transfer.open(header, caller, self._calls)
         return transfer
 
     def run(self, transfer: AppendTransfer) -> None:
-        """Bring what there is, in this thread. Raises CacheError, FrameError, OSError."""
-        self._framed = framed = self._connect()
+        """Bring what there is, in this thread. Raises CacheError, FrameError, OSError, NoAnswer."""
+        source = self._source
         try:
+            source.open()
             self._check_wanted()
-            self._greet(framed)
             # Each stretch is asked for before the one ahead of it has come: nobody waits for the other.
             asked = deque[Stretch]()
-            for stretch in self._stretches(transfer):
-                self._ask(framed, stretch)
+            for stretch in source.stretches(self._step(transfer)):
+                source.ask(stretch)
                 asked.append(stretch)
-                if len(asked) > ASKED_AHEAD:
-                    self._read(framed, transfer, asked.popleft())
+                if len(asked) > source.ahead:
+                    self._read(transfer, asked.popleft())
             for stretch in asked:
-                self._read(framed, transfer, stretch)
+                self._read(transfer, stretch)
         finally:
-            framed.close()
+            source.close()
 
-    # Positions behind a gap were computed with what was dropped there. One token of zeros stands for it until
-    # all has come, and is dropped then, so that no other session finds these rows by their keys.
-    def _stretches(self, transfer: AppendTransfer) -> Iterator[Stretch]:
-        """All that is to come, in order."""
+    def _step(self, transfer: AppendTransfer) -> int:
+        """Tokens of a stretch."""
         layout = transfer.append.layout
         token_bytes = sum(layout.row_bytes(spec.stream) for spec in layout.specs)
         # Its room is held as a whole: a small store brings less at a time, and others write meanwhile.
         pins, client = self._cache.appends.pins, transfer.append.reservation.client
         stretch_bytes = min(STRETCH_BYTES, pins.limit_of(client) // STRETCHES_IN_ROOM)
-        step = max(stretch_bytes // token_bytes // STRETCH_TOKENS, 1) * STRETCH_TOKENS
-        whole, count = self._guest.whole_token_count, self._guest.token_count
-        for begin in range(0, whole, step):
-            yield Stretch(begin, min(begin + step, whole), is_behind_gap=False)
-        for begin in range(whole, count, step):
-            yield Stretch(begin, min(begin + step, count), is_behind_gap=True)
+        return max(stretch_bytes // token_bytes // STRETCH_TOKENS, 1) * STRETCH_TOKENS
 
+    # Positions behind a gap were computed with what was dropped there. One token of zeros stands for it until
+    # all has come, and is dropped then, so that no other session finds these rows by their keys.
     async def _leave_gap(self, transfer: AppendTransfer) -> None:
         append = transfer.append
         await transfer.take_back()
@@ -152,63 +115,28 @@ class Arrival:
     @property
     def has_gap(self) -> bool:
         """Whether a token of zeros stands behind the first `whole_token_count`."""
-        return self._guest.whole_token_count < self._guest.token_count
+        return self._told.whole_token_count < self._told.token_count
 
     async def close_gap(self) -> None:
         """Drop the token that stands for what was dropped before. Raises what TruncateSession raises."""
-        at = self._guest.whole_token_count
+        at = self._told.whole_token_count
         if self.has_gap and self.token_count > at:
             await self._cache.sessions.drop(self._tenant, self._session_id, None, ((at, at + 1),))
 
-    # -- the connection ------------------------------------------------------------------------------
+    # -- its rows ------------------------------------------------------------------------------------
 
-    def _connect(self) -> FramedSocket:
-        ticket = self._offer.answer.ticket
-        if not ticket.ticket or not ticket.tcp_port:
-            raise FrameError("the other store has no bulk channel")
-        connected = socket.create_connection((self._offer.host, ticket.tcp_port), CONNECT_TIMEOUT_S)
-        if self._tls is not None:
-            try:
-                # Read anew for each: a process outlives its certificates.
-                name = self._tls.server_name or self._offer.host
-                connected = self._tls.context().wrap_socket(connected, server_hostname=name)
-            except (OSError, CacheError):
-                connected.close()
-                raise
-        framed = FramedSocket(connected)
-        # Its own time-outs are for bulk work that nobody waits for.
-        if self._tls is not None:
-            connected.settimeout(STALL_TIMEOUT_S)
-        else:
-            stall = struct.pack("ll", int(STALL_TIMEOUT_S), 0)
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, stall)
-        return framed
-
-    def _greet(self, framed: FramedSocket) -> None:
-        hello = bulk_pb2.BulkHello(ticket=self._offer.answer.ticket.ticket, version=VERSION)
-        framed.send(SocketFrameKind.HELLO, hello.SerializeToString())
-        self._receive(framed, SocketFrameKind.WELCOME)
-        self.was_let_in = True
-
-    def _ask(self, framed: FramedSocket, stretch: Stretch) -> None:
-        request = session_pb2.ReadSessionRequest(
-            name=self._guest.name,
-            model_fingerprint=self._guest.model_fingerprint,
-            if_generation_match=self._guest.generation,
-            range=session_pb2.TokenRange(begin=stretch.begin, end=stretch.end),
-            is_quiet=True,
-        )
-        framed.send(SocketFrameKind.READ, request.SerializeToString())
-
-    def _read(self, framed: FramedSocket, transfer: AppendTransfer, stretch: Stretch) -> None:
-        if stretch.is_behind_gap and stretch.begin == self._guest.whole_token_count:
+    def _read(self, transfer: AppendTransfer, stretch: Stretch) -> None:
+        if stretch.is_behind_gap and stretch.begin == self._told.whole_token_count:
             self._await(self._leave_gap(transfer))
-        # Behind a gap our positions are one ahead of the other store's indexes.
-        ahead, end = int(stretch.is_behind_gap), stretch.end + stretch.is_behind_gap
-        self._receive(framed, SocketFrameKind.READ_HEADER)
+        source = self._source
+        header = source.receive(SocketFrameKind.READ_HEADER)
+        # An object counts its tokens as they were when it was put. Behind a gap our positions are one ahead.
+        told = session_pb2.ReadHeader.FromString(header.message)
+        end = stretch.end + stretch.is_behind_gap
+        ahead = stretch.begin - told.range.begin + stretch.is_behind_gap
         room = None
         while (
-            frame := self._receive(framed, SocketFrameKind.CHUNK, SocketFrameKind.END)
+            frame := source.receive(SocketFrameKind.CHUNK, SocketFrameKind.END)
         ).kind is not SocketFrameKind.END:
             chunk = bulk_pb2.BulkChunk.FromString(frame.message)
             stream = validate.stream(chunk.stream, "chunk.stream")
@@ -219,28 +147,17 @@ class Arrival:
                 room = self._await(transfer.room(end))
             places = room.places(stream, first, last)
             if places is None:
-                raise FrameError("the other store sends tokens that were not asked for")
+                raise FrameError("tokens came that were not asked for")
             parts = list(map(Part, chunk.part_sizes, chunk.checksums))
             if sum(part.size_bytes for part in parts) != frame.data_bytes:
                 raise FrameError("the parts of a chunk are not its data")
-            if not framed.receive_into(places, parts):
+            if not source.receive_into(places, parts):
                 raise ChecksumMismatch(field=f"{stream} at token {first}")
             transfer.append.received[stream] = last
             self.size_bytes += frame.data_bytes
+        source.check_whole()
         self._await(transfer.commit(session_pb2.AppendCommit(token_count=end)))
         self.token_count = end
-
-    def _receive(self, framed: FramedSocket, *kinds: SocketFrameKind) -> SocketFrame:
-        if not framed.wait(STALL_TIMEOUT_S):
-            raise FrameError("the other store sends nothing")
-        frame = framed.receive()
-        if frame is None:
-            raise FrameError("the other store ended the connection")
-        if frame.kind is SocketFrameKind.ERROR:
-            raise from_encoded_status(frame.message, self._offer.host)
-        if frame.kind not in kinds:
-            raise FrameError(f"{frame.kind.name} is not expected here")
-        return frame
 
     # A loop that has ended answers nothing any more: a thread that waited for it would keep the process.
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
@@ -276,12 +193,14 @@ class Arrival:
     def end(self) -> None:
         """Nobody waits for it any more: its thread stops soon."""
         self._is_over = True
-        if self._framed is not None:
-            self._framed.shut()
+        self._source.shut()
 
 
-BROKEN = (CacheError, FrameError, DecodeError, OSError, ValueError, ArithmeticError, LookupError)
-"""What comes of another store that breaks off, or answers with anything at all."""
+BROKEN = (
+    *(CacheError, FrameError, DecodeError, NoAnswer, CancelledError),
+    *(OSError, ValueError, ArithmeticError, LookupError),
+)
+"""What comes of a source that breaks off, or answers with anything at all."""
 
 
 async def bring(

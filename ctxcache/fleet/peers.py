@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -24,7 +24,7 @@ from ctxcache.errors import (
     TooManyRequests,
     WriteInProgress,
 )
-from ctxcache.fleet.arrival import Offer
+from ctxcache.fleet.sources import Offer, PeerSource, told_model
 from ctxcache.identity import ArenaGrant, Role
 from ctxcache.runtime.threads import started_pool
 from ctxcache.service import convert, validate
@@ -32,7 +32,7 @@ from ctxcache.service.bulk import BulkListener
 from ctxcache.service.bulk_connection import TICKET_LIFETIME_NS
 from ctxcache.service.callers import Caller, Context, current
 from ctxcache.service.fairness import LoopSlice, Turns
-from ctxcache.v1 import bulk_pb2, model_pb2, peer_pb2, peer_pb2_grpc, session_pb2
+from ctxcache.v1 import bulk_pb2, peer_pb2, peer_pb2_grpc, session_pb2
 from ctxcache.wire.address import Address
 
 YIELD_TIMEOUT_S = 0.5
@@ -51,23 +51,36 @@ class Former:
     expiration: Expiration
     expire_time_ns: int
     is_pinned: bool
+    parts: tuple[peer_pb2.SharedPart, ...] = ()
+    """What the bucket has of it."""
 
     @classmethod
-    def of(cls, session: Session) -> Self:
+    def of(cls, session: Session, parts: Iterable[peer_pb2.SharedPart]) -> Self:
         """What a session is now."""
-        return cls(session.expiration, session.expire_time_ns, session.is_pinned)
+        return cls(session.expiration, session.expire_time_ns, session.is_pinned, tuple(parts))
 
 
 class Asking:
     """Asks other hosts. Calls run in threads, so that one that hangs holds up no other."""
 
-    def __init__(self, tls: ClientTls | None, token: OwnTokenFile | None) -> None:
+    def __init__(
+        self,
+        tls: ClientTls | None,
+        token: OwnTokenFile | None,
+        stored: Callable[[Name, str], Awaitable[Offer]],
+    ) -> None:
+        """`stored` finds what the bucket has."""
+        self._stored = stored
         # Of its own: a question does not wait until rows have come.
         self._threads = started_pool(ASKED_AT_ONCE, "fleet-ask")
         self._tls, self._token = tls, token
         self._wires: dict[str, tuple[list[tuple[int, ...]], Wire]] = {}
         """By address, with the stamps of the certificates that were shown."""
         self._silent_until: dict[str, float] = {}
+
+    async def stored(self, name: Name, shared: str) -> Offer:
+        """See `core.fleet.claims.Peers`."""
+        return await self._stored(name, shared)
 
     async def yield_(self, name: Name, source: Source, term: int) -> Offer:
         """See `core.fleet.claims.Peers`."""
@@ -90,7 +103,15 @@ class Asking:
             if len(self._silent_until) > WIRES:
                 del self._silent_until[next(iter(self._silent_until))]
             raise NoAnswer(f"{source.address}: {error}") from error
-        return Offer(Address.of(source.address).host, answer, partial(self.yield_, name, source, term))
+        return Offer(
+            answer.session,
+            answer.model,
+            answer.remaining,
+            tuple(answer.parts),
+            partial(PeerSource, Address.of(source.address).host, answer, self._tls),
+            partial(self.yield_, name, source, term),
+            answer.ticket.tcp_port,
+        )
 
     def _yield(
         self, address: str, wire: Wire, request: peer_pb2.YieldSessionRequest
@@ -179,9 +200,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             raise WriteInProgress(session=name) from None
         view = guest.view()
         model = self._cache.models.get(tenant, view.model_id)
-        encoded = await LoopSlice(self._turns).work(convert.encoded_model(model))
-        if model.probe is not None:
-            encoded += convert.encoded_probe(model.probe)
+        model_message = await told_model(model, LoopSlice(self._turns))
         told = session_pb2.Session.FromString(convert.whole_session(view, self._clock))
         told.is_pinned = former.is_pinned
         told.ClearField("ttl")
@@ -189,9 +208,10 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             told.ttl.CopyFrom(convert.duration(former.expiration.ttl_ns))
         return peer_pb2.YieldSessionResponse(
             session=told,
-            model=model_pb2.Model.FromString(encoded),
+            model=model_message,
             remaining=convert.duration(max(former.expire_time_ns - self._clock.now_ns(), 0)),
             ticket=ticket,
+            parts=former.parts,
         )
 
     def _ticket(self, tenant: str) -> bulk_pb2.BulkTicket:

@@ -252,6 +252,21 @@ STORE_ALERTS = (
         do="Bring the store back, or the way to it. Its sessions are computed once, and go on here.",
     ),
     Alert(
+        "CtxcacheFleetNotShared",
+        WARNING,
+        "Sessions cannot be put into the bucket",
+        grown("fleet_share_failures", 10),
+        0,
+        "failures in ten minutes",
+        10,
+        means=(
+            "The bucket took no rows for ten minutes. Turns go on; what was not shared yet is lost with its "
+            "host, and commits that ask for it are refused."
+        ),
+        look="`ctxcache fleet status`, `ctxcache doctor bucket`; the bucket's room, credentials and rate.",
+        do="Bring the bucket back. What waits is shared then.",
+    ),
+    Alert(
         "CtxcacheMetadataAils",
         WARNING,
         "RocksDB does not keep up, or has errors",

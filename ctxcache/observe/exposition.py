@@ -377,6 +377,12 @@ def _fleet(facts: FleetFacts) -> Iterator[Sample]:
     yield Sample("ctxcache_fleet_head_reads_total", counts.head_reads)
     yield Sample("ctxcache_fleet_head_changes_total", counts.head_changes)
     yield Sample("ctxcache_fleet_no_answers_total", counts.no_answers)
+    yield Sample("ctxcache_fleet_restored_sessions_total", counts.arrived_stored)
+    yield Sample("ctxcache_fleet_shared_objects_total", counts.shared_objects)
+    yield Sample("ctxcache_fleet_shared_bytes_total", counts.shared_bytes)
+    yield Sample("ctxcache_fleet_unshared_sessions", facts.unshared_count)
+    yield Sample("ctxcache_fleet_share_failures_total", counts.share_failures)
+    yield Sample("ctxcache_fleet_removed_objects_total", counts.removed_objects)
 
 
 def _slow(sources: Sources) -> Iterator[Sample]:

@@ -47,6 +47,7 @@ KEPT = frozenset(
         "ctxcache_mended_segments_total",
         "ctxcache_delayed_writes_total",
         "ctxcache_fleet_owners_lost_total",
+        "ctxcache_fleet_share_failures_total",
         "ctxcache_upkeep_failures_total",
         "ctxcache_refused_rpcs_total",
         "ctxcache_rpc_seconds",

@@ -801,6 +801,42 @@ FLEET = Group(
             "Questions to the bucket that were not answered in time.",
             "It grows: the bucket is slow or gone. `fleet_patience_s` bounds what a user waits.",
         ),
+        counter(
+            "fleet_restored_sessions",
+            "sessions",
+            "Sessions that came out of the bucket, of those that arrived.",
+            "It grows: hosts are lost, or sessions leave SSD before they return.",
+        ),
+        counter(
+            "fleet_shared_objects",
+            "objects",
+            "Objects put into the bucket: rows, and one for each time that says which.",
+            "For scale and cost only.",
+        ),
+        counter(
+            "fleet_shared_bytes",
+            "bytes",
+            "Bytes put into the bucket.",
+            "Near the network's rate: `fleet_share_bytes_per_s` bounds it.",
+        ),
+        gauge(
+            "fleet_unshared_sessions",
+            "sessions",
+            "Sessions whose last turn is not in the bucket yet, and is to be.",
+            "It grows for minutes: the bucket takes less than is written.",
+        ),
+        counter(
+            "fleet_share_failures",
+            "sessions",
+            "Times that a session could not be shared; it is tried again.",
+            "It grows: the bucket takes nothing. What was acknowledged as shared is there.",
+        ),
+        counter(
+            "fleet_removed_objects",
+            "objects",
+            "Objects removed from the bucket: put again with more, deleted or expired.",
+            "For scale only.",
+        ),
     ),
 )
 TABLE = (WELL, HITS, PREFIXES, STAY, TIERS, MOVES, CALLS, LEASES, HINTS, TENANTS, METADATA, FLEET, PROCESS)

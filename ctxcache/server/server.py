@@ -75,6 +75,7 @@ from ctxcache.service.sessions import DECODERS, SessionService
 from ctxcache.service.tls import load_tls
 from ctxcache.service.whereabouts import ALONE, Whereabouts
 from ctxcache.settings.config import Settings, differing, limits_of, queue_limits_of, watermarks_of
+from ctxcache.storage.objects import open_objects
 from ctxcache.storage.opening import Storage, open_storage, ssd_directories_of
 from ctxcache.storage.rebuild import rebuild
 from ctxcache.v1 import (
@@ -541,6 +542,9 @@ def _fleet(settings: Settings, cache: Cache, storage: Storage) -> Fleet | None:
         beat_s=settings.fleet_beat_s,
         tls=tls,
         token=token,
+        objects=open_objects(settings.fleet_bucket),
+        is_sharing=settings.fleet_share == "all",
+        share_bytes_per_s=settings.fleet_share_bytes_per_s,
     )
 
 

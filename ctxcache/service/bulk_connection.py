@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -156,7 +156,7 @@ class ReadTransfer:
         self._reading, self._clock = cache.leases, cache.state.clock
         self._held = AsyncExitStack()
         self._bounce = Bounce()
-        self._lease: Lease
+        self.lease: Lease
         self.header: session_pb2.ReadHeader
         self.streams: tuple[Stream, ...]
         self.pieces: tuple[Lent, ...]
@@ -171,7 +171,7 @@ class ReadTransfer:
                 held.enter_context(calls.enter(caller.tenant))
             asked, streams = await self._asked(request, caller)
             lease, chosen, _ = await held.enter_async_context(self._reading.stream(asked, streams))
-            self._lease, self.streams = lease, tuple(chosen)
+            self.lease, self.streams = lease, tuple(chosen)
             # Held besides the lease: the thread reads while the loop may end the lease.
             self.pieces = held.enter_context(self._reading.lend(lease))
             self.header = read_header(lease, streams, self._clock)
@@ -190,7 +190,7 @@ class ReadTransfer:
 
     async def read_past(self, lent: Lent, stream: Stream) -> Summed:
         """Rows of a piece that is not in DRAM, valid until the next call. Raises as `Leases.read_past`."""
-        return await self._reading.read_past(self._lease, lent.piece, stream, self._bounce)
+        return await self._reading.read_past(self.lease, lent.piece, stream, self._bounce)
 
     async def mend(self, lent: Lent) -> None:
         """DRAM has other rows of a piece than it should. Raises CorruptSegment, TierFailure."""
@@ -198,7 +198,7 @@ class ReadTransfer:
 
     async def renew(self) -> None:
         """Let it live on. Raises DeadlineExceeded."""
-        self._reading.renew(self._lease)
+        self._reading.renew(self.lease)
 
     async def close(self) -> None:
         """Let go of everything."""
@@ -423,43 +423,13 @@ class BulkConnection:
         transfer = self._await(self._transfers.read(request, caller))
         with self._closing(transfer.close):
             self._framed.send(SocketFrameKind.READ_HEADER, transfer.header.SerializeToString())
-            # A slow reader's lease would end while its rows are being sent.
-            renewed = time.monotonic()
-            for stream in transfer.streams:
-                for message in _messages(self._parts(transfer, stream)):
-                    data = [part.data for part in message.parts]
-                    self._framed.send(SocketFrameKind.CHUNK, message.encode(stream), data)
-                    # The kernel lets a thread that computes go on for milliseconds. A reader that wakes up
-                    # on this host would contend with the next frame for the lock of the socket.
-                    os.sched_yield()
-                    if time.monotonic() - renewed > RENEW_INTERVAL_S:
-                        self._await(transfer.renew())
-                        renewed = time.monotonic()
+            for message, data in chunks(transfer, self._await):
+                self._framed.send(SocketFrameKind.CHUNK, message, data)
+                # The kernel lets a thread that computes go on for milliseconds. A reader that wakes up
+                # on this host would contend with the next frame for the lock of the socket.
+                os.sched_yield()
         # Behind the close: a reader that has END holds nothing in the store any more.
         self._framed.send(SocketFrameKind.END)
-
-    def _parts(self, transfer: ReadTransfer, stream: Stream) -> Iterator["_Part"]:
-        for lent in transfer.pieces:
-            row_bytes = lent.piece.segment.layout.row_bytes(stream)
-            is_passing = lent.view is None
-            # Looked at again after each mending.
-            for _ in range(TRIES):
-                # Rows in memory are read where they lie; others are read by the loop into one buffer, which
-                # is used again.
-                found = self._await(transfer.read_past(lent, stream)) if is_passing else lent.rows(stream)
-                if found is not None:
-                    part = _Part(lent.piece.token_begin, found.data, found.checksum, is_passing)
-                    parts = part.cut(row_bytes)
-                    if parts is not None:
-                        yield from parts
-                        break
-                if not is_passing:
-                    # DRAM has other bytes than the writer's: SSD's take their place, and the rows are tried
-                    # again.
-                    self._await(transfer.mend(lent))
-            else:
-                segment_id = lent.piece.segment.segment_id
-                raise CorruptSegment(segment_id=segment_id, problem="memory does not keep its rows")
 
     # -- appends -------------------------------------------------------------------------------------
 
@@ -532,6 +502,49 @@ class BulkConnection:
             yield
         finally:
             self._await(close())
+
+
+Await: TypeAlias = Callable[[Coroutine[Any, Any, T]], T]
+"""Has the event loop do something, and waits for it."""
+
+
+def chunks(transfer: ReadTransfer, wait: Await[Any]) -> Iterator[tuple[bytes, list[memoryview]]]:
+    """The frames CHUNK of a read, stream after stream: messages, and rows where they lie until the next one.
+
+    In a thread that waits for the event loop by `wait`. Raises CorruptSegment, DeadlineExceeded, TierFailure.
+    """
+    # A slow reader's lease would end while its rows are being sent.
+    renewed = time.monotonic()
+    for stream in transfer.streams:
+        for message in _messages(_parts(transfer, stream, wait)):
+            yield message.encode(stream), [part.data for part in message.parts]
+            if time.monotonic() - renewed > RENEW_INTERVAL_S:
+                wait(transfer.renew())
+                renewed = time.monotonic()
+
+
+def _parts(transfer: ReadTransfer, stream: Stream, wait: Await[Any]) -> Iterator["_Part"]:
+    for lent in transfer.pieces:
+        row_bytes = lent.piece.segment.layout.row_bytes(stream)
+        is_passing = lent.view is None
+        # Looked at again after each mending.
+        for _ in range(TRIES):
+            # Rows in memory are read where they lie; others are read by the loop into one buffer, which
+            # is used again.
+            found = wait(transfer.read_past(lent, stream)) if is_passing else lent.rows(stream)
+            if found is not None:
+                part = _Part(lent.piece.token_begin, found.data, found.checksum, is_passing)
+                parts = part.cut(row_bytes)
+                if parts is not None:
+                    yield from parts
+                    break
+            if not is_passing:
+                # DRAM has other bytes than the writer's: SSD's take their place, and the rows are tried
+                # again.
+                wait(transfer.mend(lent))
+        else:
+            segment_id = lent.piece.segment.segment_id
+            raise CorruptSegment(segment_id=segment_id, problem="memory does not keep its rows")
 
 
 class _Message(NamedTuple):

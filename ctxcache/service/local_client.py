@@ -67,6 +67,7 @@ while a longer answer is made.
 """
 LEAST_PRUNED = 64
 """With fewer leases and reservations, ended ones are not looked for."""
+_AWAITED = frozenset((session_pb2.DURABILITY_DISK, session_pb2.DURABILITY_SHARED))
 _AT_ONCE = frozenset(
     {
         "acquire_lease",
@@ -224,9 +225,10 @@ class LocalClient:
                     await self._come(operation.reserve.session)
                     reserved = await self._reserved(operation.reserve, self._cache.appends.reserve)
                     self._fill_reserved(operation.reserve, reserved, result.reservation)
-                case "commit" if operation.commit.durability == session_pb2.DURABILITY_DISK:
+                case "commit" if operation.commit.durability in _AWAITED:
+                    _, is_shared = validate.durability(operation.commit.durability, self._whereabouts)
                     reservation = self._commit_in_memory(operation.commit)
-                    await self._cache.appends.flush(reservation)
+                    await self._make_durable(reservation, is_shared=is_shared)
                     self._fill_committed(result, reservation)
                 case "commit_many":
                     await self._commit_many(operation.commit_many, result.committed_many)
@@ -375,7 +377,7 @@ class LocalClient:
                 reservation = self._own(mark.reservation_id)
                 self._cache.appends.mark_written(reservation, mark.token_count, mark.checksums)
                 result.marked.SetInParent()
-            case "commit" if operation.commit.durability != session_pb2.DURABILITY_DISK:
+            case "commit" if operation.commit.durability not in _AWAITED:
                 validate.is_durable(operation.commit.durability)
                 self._fill_committed(result, self._commit_in_memory(operation.commit))
             case _:
@@ -551,7 +553,7 @@ class LocalClient:
     ) -> None:
         part = LoopSlice(self._turns)
         # The batch is validated as a whole before the first commit: a refused batch has committed nothing.
-        is_durable = _is_durable_batch(request)
+        is_durable, is_shared = self._durability_of(request)
         generations, committed = list[int](), list[tuple[int, Reservation]]()
         failures: dict[int, CacheError] = {}
         keep_open, commit_in_memory = request.keep_open, self._cache.appends.commit_in_memory
@@ -575,19 +577,36 @@ class LocalClient:
                 self._forget_if_ended(reservation_id)
         # All flushes run together, since they share syncs.
         if is_durable:
-            await asyncio.gather(*(self._flush(failures, *one) for one in committed))
+            await asyncio.gather(*(self._flush(failures, *one, is_shared=is_shared) for one in committed))
         message.generations.extend(generations)
         for index in sorted(failures):
             if part.is_over:
                 await part.rest()
             convert.fill_error(message.failures.add(index=index).error, failures[index])
 
-    async def _flush(self, failures: dict[int, CacheError], index: int, reservation: Reservation) -> None:
+    async def _flush(
+        self, failures: dict[int, CacheError], index: int, reservation: Reservation, *, is_shared: bool
+    ) -> None:
         """Make one of several commits durable, or note why it is not."""
         try:
-            await self._cache.appends.flush(reservation)
+            await self._make_durable(reservation, is_shared=is_shared)
         except CacheError as error:
             failures[index] = error
+
+    async def _make_durable(self, reservation: Reservation, *, is_shared: bool) -> None:
+        await self._cache.appends.flush(reservation)
+        if is_shared:
+            await self._whereabouts.share(self._tenant, reservation.session.session_id)
+
+    def _durability_of(self, request: arena_pb2.CommitReservations) -> tuple[bool, bool]:
+        """What several commits wait for. Raises InvalidArgument where they do not fit together."""
+        count = validate.within(len(request.reservation_ids), 1, COMMITS_LIMIT, "reservation_ids")
+        for name, found in (("token_counts", request.token_counts), ("checksums", request.checksums)):
+            if len(found) != count:
+                raise InvalidArgument(field=name, problem=f"{count} expected")
+        if len(set(request.reservation_ids)) != count:
+            raise InvalidArgument(field="reservation_ids", problem="names one twice")
+        return validate.durability(request.durability, self._whereabouts)
 
     def _own(self, reservation_id: int) -> Reservation:
         # The reservation is this client's, and open.
@@ -616,17 +635,6 @@ def parsed(parse: Callable[[bytes], M], message: bytes) -> M:
         return parse(message)
     except DecodeError as error:
         raise InvalidArgument(field="request", problem="is not a message of this rpc") from error
-
-
-def _is_durable_batch(request: arena_pb2.CommitReservations) -> bool:
-    """Whether several commits are to be durable. Raises InvalidArgument where they do not fit together."""
-    count = validate.within(len(request.reservation_ids), 1, COMMITS_LIMIT, "reservation_ids")
-    for name, found in (("token_counts", request.token_counts), ("checksums", request.checksums)):
-        if len(found) != count:
-            raise InvalidArgument(field=name, problem=f"{count} expected")
-    if len(set(request.reservation_ids)) != count:
-        raise InvalidArgument(field="reservation_ids", problem="names one twice")
-    return validate.is_durable(request.durability)
 
 
 def _refuse(result: arena_pb2.OperationResult, error: CacheError) -> str:

@@ -68,14 +68,14 @@ async def begin_append(
         if header.contents
         else (),
     )
-    return Append(writing, reservation)
+    return Append(writing, reservation, whereabouts)
 
 
 class Append:
     """The state of an append: `received` is one past the last token of each stream."""
 
-    def __init__(self, writing: Appends, reservation: Reservation) -> None:
-        self._writing = writing
+    def __init__(self, writing: Appends, reservation: Reservation, whereabouts: Whereabouts) -> None:
+        self._writing, self._whereabouts = writing, whereabouts
         self.reservation = reservation
         self.layout = reservation.session.layout
         # Every stream must have its rows up to a commit, whatever order the chunks of different streams come
@@ -115,7 +115,9 @@ class Append:
         """Make tokens visible. Raises IncompleteAppend, InvalidArgument and as `Appends.commit` does."""
         validate.within(request.token_count, self.reservation.committed, 2**62, "commit.token_count")
         self._check_received(request.token_count)
-        is_durable = validate.is_durable(request.durability, "commit.durability")
+        is_durable, is_shared = validate.durability(
+            request.durability, self._whereabouts, "commit.durability"
+        )
         try:
             self._writing.renew(self.reservation)
             self.view = await self._writing.commit(
@@ -123,6 +125,9 @@ class Append:
             )
         except ReservationNotFound as error:
             raise self._cut_off() from error
+        if is_shared:
+            session = self.reservation.session
+            await self._whereabouts.share(session.tenant, session.session_id)
 
     def check_finished(self) -> None:
         """Raise IncompleteAppend when rows came after the last commit."""

@@ -183,9 +183,13 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.DeleteSessionRequest, context: Context
     ) -> session_pb2.DeleteSessionResponse:
         """See the proto."""
-        session_id = await self._named(request.name)
-        await self._sessions.delete(current().tenant, session_id, _generation(request))
-        self._whereabouts.deleted(current().tenant, session_id)
+        tenant, session_id = current().tenant, await self._named(request.name)
+        generation = _generation(request)
+        # Refused before anything is changed elsewhere.
+        self._sessions.check_delete(tenant, session_id, generation)
+        await self._whereabouts.ending(tenant, session_id)
+        await self._sessions.delete(tenant, session_id, generation)
+        self._whereabouts.deleted(tenant, session_id)
         return session_pb2.DeleteSessionResponse()
 
     async def LookupSessions(  # type: ignore[override]  # it is encoded already

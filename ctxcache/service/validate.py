@@ -25,6 +25,7 @@ from ctxcache.format.streams import (
     StreamRange,
 )
 from ctxcache.identity import is_tenant
+from ctxcache.service.whereabouts import Whereabouts
 from ctxcache.v1 import model_pb2, session_pb2
 
 LAYER_LIMIT = 4096
@@ -196,7 +197,17 @@ def is_durable(value: int, field: str = "durability") -> bool:
     """Whether to wait for the disk."""
     if value not in session_pb2.Durability.values():
         raise InvalidArgument(field=field, problem=f"{value} is not a durability")
+    if value == session_pb2.DURABILITY_SHARED:
+        raise InvalidArgument(field=field, problem="is of sessions: no block is shared")
     return value == session_pb2.DURABILITY_DISK
+
+
+def durability(value: int, whereabouts: Whereabouts, field: str = "durability") -> tuple[bool, bool]:
+    """Whether to wait for the disk, and for the bucket. Raises FleetNotFound where there is none."""
+    if value == session_pb2.DURABILITY_SHARED:
+        whereabouts.check_shares()
+        return True, True
+    return is_durable(value, field), False
 
 
 def within(value: int, low: int, high: int, field: str) -> int:

@@ -7,6 +7,8 @@ or stays there and is refused.
 from collections.abc import Iterable
 from typing import Protocol
 
+from ctxcache.errors import FleetNotFound
+
 
 class Whereabouts(Protocol):
     """What the services ask about sessions' names."""
@@ -26,8 +28,17 @@ class Whereabouts(Protocol):
     async def created(self, tenant: str, session_id: str) -> None:
         """A session was created here. Raises SessionMoved where another host has its name."""
 
+    async def ending(self, tenant: str, session_id: str) -> None:
+        """A session is about to be deleted: it ends elsewhere first. Raises Unavailable."""
+
     def deleted(self, tenant: str, session_id: str) -> None:
         """A session was deleted here."""
+
+    def check_shares(self) -> None:
+        """Raise FleetNotFound in a store that has no bucket to share a session in."""
+
+    async def share(self, tenant: str, session_id: str) -> None:
+        """Have the bucket keep what a session is now. Raises Unavailable, SessionMoved, SessionNotFound."""
 
 
 class _Alone:
@@ -46,7 +57,17 @@ class _Alone:
     async def created(self, tenant: str, session_id: str) -> None:
         """See Whereabouts."""
 
+    async def ending(self, tenant: str, session_id: str) -> None:
+        """See Whereabouts."""
+
     def deleted(self, tenant: str, session_id: str) -> None:
+        """See Whereabouts."""
+
+    def check_shares(self) -> None:
+        """See Whereabouts."""
+        raise FleetNotFound
+
+    async def share(self, tenant: str, session_id: str) -> None:
         """See Whereabouts."""
 
 

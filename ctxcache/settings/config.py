@@ -174,6 +174,8 @@ class Settings(BaseSettings):
     fleet_token_file: Path | None = _knob("fleet_token_file")
     fleet_patience_s: Seconds = _knob("fleet_patience_s")
     fleet_beat_s: Seconds = _knob("fleet_beat_s")
+    fleet_share: Literal["asked", "all"] = _knob("fleet_share")
+    fleet_share_bytes_per_s: Size = _knob("fleet_share_bytes_per_s")
     dram_low_watermark: float = _knob("dram_low_watermark")
     dram_high_watermark: float = _knob("dram_high_watermark")
     dirty_watermark: float = _knob("dirty_watermark")

@@ -52,7 +52,7 @@ def open_register(url: str, *, patience_s: float = TIMEOUT_S) -> Register:
     try:
         check_url(url)
         if urlsplit(url).scheme == "file":
-            return DirectoryRegister(Path(urlsplit(url).path))
+            return DirectoryRegister(directory_of(url))
         return BucketRegister(url, patience_s)
     except OSError as error:
         raise InvalidConfiguration(source="fleet_bucket", problem=f"{url}: {error.strerror}") from error
@@ -63,29 +63,19 @@ def open_register(url: str, *, patience_s: float = TIMEOUT_S) -> Register:
         raise InvalidConfiguration(source="fleet_bucket", problem=problem) from error
 
 
+def directory_of(url: str) -> Path:
+    """The directory that a URL of the scheme `file` names."""
+    return Path(urlsplit(url).path)
+
+
 class BucketRegister:
     """Objects of an object store, by its conditional writes."""
 
     def __init__(self, url: str, patience_s: float) -> None:
         """Raises ValueError for what the object store's client refuses, ImportError where there is none."""
-        # Not at the top: a store without a fleet needs no object store's client.
-        self._obstore: Any = import_module("obstore")
-        errors: Any = import_module("obstore.exceptions")
-        self._refusals = (errors.AlreadyExistsError, errors.PreconditionError)
-        # A missing object is Python's own error of a missing file.
-        self._failures = (errors.BaseError, OSError)
-        options: dict[str, Any] = {"client_options": {"timeout": f"{TIMEOUT_S:g}s", "connect_timeout": "2s"}}
-        if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
-            options["client_options"]["allow_http"] = True
-        if url.startswith("s3://") and "AWS_REGION" not in os.environ:
-            # Stores that speak S3 have no regions, and the client insists on one.
-            options["config"] = {"region": os.environ.get("AWS_DEFAULT_REGION", "us-east-1")}
         # A change that is tried again behind our back would be taken for another one's.
-        options["retry_config"] = {"max_retries": 0, "retry_timeout": timedelta(seconds=TIMEOUT_S)}
-        try:
-            self._store = import_module("obstore.store").from_url(url, **options)
-        except errors.BaseError as error:
-            raise ValueError(_sentence(error)) from error
+        self._bucket = OpenBucket(url, timeout_s=TIMEOUT_S, try_count=1)
+        self._obstore, self._store = self._bucket.obstore, self._bucket.store
         self._patience_s = patience_s
 
     async def get(self, path: str) -> Entry | None:
@@ -132,7 +122,7 @@ class BucketRegister:
         async with self._answering(path):
             try:
                 made = await self._obstore.put_async(self._store, path, body, mode=mode, use_multipart=False)
-            except self._refusals as error:
+            except self._bucket.refusals as error:
                 raise Refused(path) from error
             except FileNotFoundError as error:
                 if NO_BUCKET in str(error):
@@ -142,6 +132,35 @@ class BucketRegister:
             return _tag(made, path)
 
     def _answering(self, path: str, timeout_s: float = TIMEOUT_S) -> "_Answering":
+        return self._bucket.answering(path, timeout_s)
+
+
+class OpenBucket:
+    """The object store's client for a bucket."""
+
+    def __init__(self, url: str, *, timeout_s: float, try_count: int) -> None:
+        """Raises ValueError for what the client refuses, ImportError where there is none."""
+        # Not at the top: a store without a fleet needs no object store's client.
+        self.obstore: Any = import_module("obstore")
+        errors: Any = import_module("obstore.exceptions")
+        self.refusals = (errors.AlreadyExistsError, errors.PreconditionError)
+        # A missing object is Python's own error of a missing file.
+        self._failures = (errors.BaseError, OSError)
+        options: dict[str, Any] = {"client_options": {"timeout": f"{timeout_s:g}s", "connect_timeout": "2s"}}
+        if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+            options["client_options"]["allow_http"] = True
+        if url.startswith("s3://") and "AWS_REGION" not in os.environ:
+            # Stores that speak S3 have no regions, and the client insists on one.
+            options["config"] = {"region": os.environ.get("AWS_DEFAULT_REGION", "us-east-1")}
+        retry_timeout = timedelta(seconds=timeout_s * try_count)
+        options["retry_config"] = {"max_retries": try_count - 1, "retry_timeout": retry_timeout}
+        try:
+            self.store: Any = import_module("obstore.store").from_url(url, **options)
+        except errors.BaseError as error:
+            raise ValueError(_sentence(error)) from error
+
+    def answering(self, path: str, timeout_s: float) -> "_Answering":
+        """A block in which every failure is NoAnswer, and which takes no longer than that."""
         return _Answering(path, timeout_s, self._failures)
 
 

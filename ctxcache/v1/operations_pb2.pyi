@@ -871,6 +871,12 @@ class Fleet(_message.Message):
     HEAD_CHANGE_COUNT_FIELD_NUMBER: _builtins.int
     NO_ANSWER_COUNT_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    RESTORED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    SHARED_OBJECT_COUNT_FIELD_NUMBER: _builtins.int
+    SHARED_BYTES_FIELD_NUMBER: _builtins.int
+    UNSHARED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    SHARE_FAILURE_COUNT_FIELD_NUMBER: _builtins.int
+    REMOVED_OBJECT_COUNT_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """This store, by the id of its data directory."""
     bucket: _builtins.str
@@ -905,6 +911,18 @@ class Fleet(_message.Message):
     """Changes of heads since the start."""
     no_answer_count: _builtins.int
     """Questions to the bucket without an answer in time, since the start."""
+    restored_session_count: _builtins.int
+    """Of the sessions that came here, how many came from the bucket."""
+    shared_object_count: _builtins.int
+    """Objects that were put into the bucket since the start."""
+    shared_bytes: _builtins.int
+    """Bytes that were put into the bucket since the start."""
+    unshared_session_count: _builtins.int
+    """Sessions whose rows are yet to be put into the bucket."""
+    share_failure_count: _builtins.int
+    """Sessions that could not be shared when that was tried, since the start."""
+    removed_object_count: _builtins.int
+    """Objects that were removed from the bucket since the start."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetNode]:
         """The stores of the fleet, by node."""
@@ -930,10 +948,16 @@ class Fleet(_message.Message):
         head_change_count: _builtins.int = ...,
         no_answer_count: _builtins.int = ...,
         nodes: _abc.Iterable[Global___FleetNode] | None = ...,
+        restored_session_count: _builtins.int = ...,
+        shared_object_count: _builtins.int = ...,
+        shared_bytes: _builtins.int = ...,
+        unshared_session_count: _builtins.int = ...,
+        share_failure_count: _builtins.int = ...,
+        removed_object_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_bytes", b"arrived_bytes", "arrived_session_count", b"arrived_session_count", "arrived_token_count", b"arrived_token_count", "bucket", b"bucket", "guest_count", b"guest_count", "head_change_count", b"head_change_count", "head_read_count", b"head_read_count", "is_sure", b"is_sure", "no_answer_count", b"no_answer_count", "node", b"node", "nodes", b"nodes", "owned_session_count", b"owned_session_count", "owner_lost_count", b"owner_lost_count", "private_session_count", b"private_session_count", "problem", b"problem", "superseded_session_count", b"superseded_session_count", "unsure_session_count", b"unsure_session_count", "yielded_session_count", b"yielded_session_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_bytes", b"arrived_bytes", "arrived_session_count", b"arrived_session_count", "arrived_token_count", b"arrived_token_count", "bucket", b"bucket", "guest_count", b"guest_count", "head_change_count", b"head_change_count", "head_read_count", b"head_read_count", "is_sure", b"is_sure", "no_answer_count", b"no_answer_count", "node", b"node", "nodes", b"nodes", "owned_session_count", b"owned_session_count", "owner_lost_count", b"owner_lost_count", "private_session_count", b"private_session_count", "problem", b"problem", "removed_object_count", b"removed_object_count", "restored_session_count", b"restored_session_count", "share_failure_count", b"share_failure_count", "shared_bytes", b"shared_bytes", "shared_object_count", b"shared_object_count", "superseded_session_count", b"superseded_session_count", "unshared_session_count", b"unshared_session_count", "unsure_session_count", b"unsure_session_count", "yielded_session_count", b"yielded_session_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

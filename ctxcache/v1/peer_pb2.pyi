@@ -3,12 +3,14 @@
 isort:skip_file
 What stores of one fleet ask each other. Callers have the role peer, or operator."""
 
+from collections import abc as _abc
 from ctxcache.v1 import bulk_pb2 as _bulk_pb2
 from ctxcache.v1 import model_pb2 as _model_pb2
 from ctxcache.v1 import session_pb2 as _session_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -64,6 +66,7 @@ class YieldSessionResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     REMAINING_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def session(self) -> _session_pb2.Session:
         """The copy: its `name` is good for reads over the bulk channel by this ticket alone."""
@@ -80,6 +83,10 @@ class YieldSessionResponse(_message.Message):
     def ticket(self) -> _bulk_pb2.BulkTicket:
         """One connection to this store's bulk channel, which may read the copy and nothing else."""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedPart]:
+        """What the bucket has of it, in the order of its tokens; whoever takes it over need not put it again."""
+
     def __init__(
         self,
         *,
@@ -87,11 +94,97 @@ class YieldSessionResponse(_message.Message):
         model: _model_pb2.Model | None = ...,
         remaining: _duration_pb2.Duration | None = ...,
         ticket: _bulk_pb2.BulkTicket | None = ...,
+        parts: _abc.Iterable[Global___SharedPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "remaining", b"remaining", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "remaining", b"remaining", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "parts", b"parts", "remaining", b"remaining", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___YieldSessionResponse: _TypeAlias = YieldSessionResponse  # noqa: Y015
+
+@_typing.final
+class SharedPart(_message.Message):
+    """An object of the bucket with rows of a session: the frames of a read of these tokens over the bulk channel,
+    from READ_HEADER to END.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOKEN_BEGIN_FIELD_NUMBER: _builtins.int
+    TOKEN_END_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The last part of its path."""
+    token_begin: _builtins.int
+    """Indexes of its first token, and of the one behind its last."""
+    token_end: _builtins.int
+    size_bytes: _builtins.int
+    """Its size."""
+    digest: _builtins.bytes
+    """Keyed BLAKE2b-128 of all bytes of its frames but the rows, whose sums are among them."""
+    position: _builtins.int
+    """Position of its first token in the log of the copy that `SharedSession.session` names."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        token_begin: _builtins.int = ...,
+        token_end: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "position", b"position", "size_bytes", b"size_bytes", "token_begin", b"token_begin", "token_end", b"token_end"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedPart: _TypeAlias = SharedPart  # noqa: Y015
+
+@_typing.final
+class SharedSession(_message.Message):
+    """The object that a head names: what the bucket has of a session, which may be less than the session has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REMAINING_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session(self) -> _session_pb2.Session:
+        """The copy, as long as its parts: a later owner's continues it under another uid."""
+
+    @_builtins.property
+    def model(self) -> _model_pb2.Model:
+        """Its model."""
+
+    @_builtins.property
+    def remaining(self) -> _duration_pb2.Duration:
+        """How long it would live on without an access, when this was written."""
+
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedPart]:
+        """All of its tokens, in their order."""
+
+    def __init__(
+        self,
+        *,
+        session: _session_pb2.Session | None = ...,
+        model: _model_pb2.Model | None = ...,
+        remaining: _duration_pb2.Duration | None = ...,
+        parts: _abc.Iterable[Global___SharedPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "remaining", b"remaining", "session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "parts", b"parts", "remaining", b"remaining", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedSession: _TypeAlias = SharedSession  # noqa: Y015

@@ -34,6 +34,11 @@ class _DurabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Durability
     """In this process's memory: survives nothing."""
     DURABILITY_DISK: _Durability.ValueType  # 2
     """On this node's disk and synced: survives a crash of the process and of the machine."""
+    DURABILITY_SHARED: _Durability.ValueType  # 3
+    """As DISK, and in the bucket of the fleet: survives the loss of the host. Of sessions alone, not of blocks.
+    NOT_FOUND (FLEET_NOT_FOUND) in a store without a fleet; UNAVAILABLE (UNAVAILABLE) when the bucket has not
+    answered: then the tokens are durable as by DISK.
+    """
 
 class Durability(_Durability, metaclass=_DurabilityEnumTypeWrapper):
     """How safe state is when it is acknowledged."""
@@ -44,6 +49,11 @@ DURABILITY_MEMORY: Durability.ValueType  # 1
 """In this process's memory: survives nothing."""
 DURABILITY_DISK: Durability.ValueType  # 2
 """On this node's disk and synced: survives a crash of the process and of the machine."""
+DURABILITY_SHARED: Durability.ValueType  # 3
+"""As DISK, and in the bucket of the fleet: survives the loss of the host. Of sessions alone, not of blocks.
+NOT_FOUND (FLEET_NOT_FOUND) in a store without a fleet; UNAVAILABLE (UNAVAILABLE) when the bucket has not
+answered: then the tokens are durable as by DISK.
+"""
 Global___Durability: _TypeAlias = Durability  # noqa: Y015
 
 class _LookupState:

@@ -80,6 +80,24 @@ class SocketFrame(NamedTuple):
     data_bytes: int
 
 
+HEAD_BYTES = _HEADER.size
+
+
+def frame_head(kind: SocketFrameKind, message: bytes, data_bytes: int) -> bytes:
+    """The bytes of a frame up to its data."""
+    return _HEADER.pack(kind, 0, 0, len(message), data_bytes) + message
+
+
+def read_head(header: memoryview) -> tuple[SocketFrameKind, int, int]:
+    """Kind, bytes of the message and of the data, from a frame's first 16 bytes. Raises FrameError."""
+    kind, flags, reserved, message_bytes, data_bytes = _HEADER.unpack(header)
+    if kind not in _KINDS or flags or reserved:
+        raise FrameError("not a frame of this version")
+    if message_bytes > MESSAGE_LIMIT_BYTES or data_bytes > DATA_LIMIT_BYTES:
+        raise FrameError(f"a frame of {message_bytes} + {data_bytes} B is too large")
+    return SocketFrameKind(kind), message_bytes, data_bytes
+
+
 # Bounds on what a peer can cost this side, each by itself enough for one kind of peer:
 #
 #     silent       PIECE_TIMEOUT_S without a byte: the wait in the kernel ends (SO_RCVTIMEO, SO_SNDTIMEO)
@@ -129,15 +147,11 @@ class FramedSocket:
         self._discard()
         if not self._fill(self._header, may_end=True):
             return None
-        kind, flags, reserved, message_bytes, data_bytes = _HEADER.unpack(self._header)
-        if kind not in _KINDS or flags or reserved:
-            raise FrameError("not a frame of this version")
-        if message_bytes > MESSAGE_LIMIT_BYTES or data_bytes > DATA_LIMIT_BYTES:
-            raise FrameError(f"a frame of {message_bytes} + {data_bytes} B is too large")
+        kind, message_bytes, data_bytes = read_head(self._header)
         message = bytearray(message_bytes)
         self._fill(memoryview(message))
         self._left_bytes = data_bytes
-        return SocketFrame(SocketFrameKind(kind), bytes(message), data_bytes)
+        return SocketFrame(kind, bytes(message), data_bytes)
 
     def receive_into(
         self, places: Iterable[tuple[memoryview, xxh3_64 | None]], parts: Iterable[Part]
@@ -148,7 +162,7 @@ class FramedSocket:
         before that is verified. Raises FrameError.
         """
         is_right = True
-        rest = _Places(places)
+        rest = Places(places)
         # However many parts and places there are: time is for bytes.
         # Rounded up: the last piece has its time too.
         deadline = time.monotonic() + PIECE_TIMEOUT_S * -(-self._left_bytes // PIECE_BYTES)
@@ -172,8 +186,7 @@ class FramedSocket:
     def send(self, kind: SocketFrameKind, message: bytes = b"", data: Sequence[memoryview] = ()) -> None:
         """Send a frame, its data from where it lies: at most `PARTS_LIMIT` places. Raises FrameError."""
         size_bytes = sum(part.nbytes for part in data)
-        header = _HEADER.pack(kind, 0, 0, len(message), size_bytes)
-        parts = [memoryview(header + message), *data]
+        parts = [memoryview(frame_head(kind, message, size_bytes)), *data]
         with _translated():
             if self._is_tls:
                 # `sendmsg` exists for plain sockets only. In pieces, so that each has the time-out of its
@@ -231,7 +244,7 @@ class FramedSocket:
         return filled
 
 
-class _Places:
+class Places:
     """Places to fill one after the other, handed out in pieces."""
 
     def __init__(self, places: Iterable[tuple[memoryview, xxh3_64 | None]]) -> None:

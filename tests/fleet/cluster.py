@@ -6,7 +6,8 @@
 
 Every turn is compared with what its user was told: a row that was never stored, or one of a conversation that
 went on elsewhere, is wrong. What a fault may cost is tokens to compute again, never their content. A turn
-that a fault hits ends in an error in bounded time. Some beats after the last fault every store has all.
+that a fault hits ends in an error in bounded time. Some beats after the last fault every store has all. What
+was acknowledged as shared is found by then whatever happened to its host.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from ctxcache.client import connect
+from ctxcache.client import Durability, connect
 from ctxcache.errors import CacheError
 from tests.fleet import seaweed
 from tests.fleet.bucket_proxy import BucketProxy, PeerProxy
@@ -34,6 +35,7 @@ SLOWEST_TURN_S = 20.0
 """A turn that takes longer hangs: a client waits its own deadline for each of its calls."""
 PAUSE_S = 0.05
 SETTLED_S = 4.0
+SHARED_TURNS = 0.3
 FAULTS = (
     "kill",
     "freeze",
@@ -181,7 +183,14 @@ class Crowd:
                 self.counts["deleted"] += 1
             else:
                 outdated = user.outdated
-                found = user.turn(store, draw.randrange(20, 200), may_be_outdated=self.is_faulty)
+                durability = Durability.SHARED if draw.random() < SHARED_TURNS else Durability.MEMORY
+                found = user.turn(
+                    store,
+                    draw.randrange(20, 200),
+                    may_be_outdated=self.is_faulty,
+                    durability=durability,
+                )
+                self.counts["turns acknowledged as shared"] += durability is Durability.SHARED
                 self.counts["turns that found what was superseded"] += user.outdated - outdated
                 self.counts["turns"] += 1
                 self.counts["tokens found"] += found
@@ -201,8 +210,9 @@ class Crowd:
             draw.shuffle(numbers)
             found = {number: user.found(number) for number in numbers}
             # The first that is asked may have to take it over from a store that lost a part of it.
-            if len(set(found.values())) > 1:
-                raise WrongRows(f"{user.name}: {found} of {len(user.tokens)} tokens")
+            if len(set(found.values())) > 1 or max(found.values()) < user.shared_count:
+                shared = f"{user.shared_count} of them shared"
+                raise WrongRows(f"{user.name}: {found} of {len(user.tokens)} tokens, {shared}")
 
 
 def run(directory: Path, *, stores: int, users: int, faults: int, seed: int) -> Crowd:
@@ -231,6 +241,8 @@ def run(directory: Path, *, stores: int, users: int, faults: int, seed: int) -> 
         with crowd.at_rest():
             time.sleep(6 * BEAT_S)
             crowd.check()
+        for client in cluster.stores.clients:
+            crowd.counts["sessions out of the bucket"] += client.admin.fleet().restored_session_count
     if crowd.slowest_s > SLOWEST_TURN_S:
         raise WrongRows(f"a turn took {crowd.slowest_s:.1f} s")
     return crowd

@@ -30,6 +30,8 @@ NODES = "abc"
 STEPS = 400
 heads.PAST_LIMIT = 2
 BEAT_EVERY = 25
+FATES = ((90, 4, 4, 2), (60, 20, 12, 8))
+"""How often a call is answered, made and not heard of, lost, and late: of every other history."""
 
 
 class Broken(AssertionError):
@@ -106,6 +108,12 @@ class Offered(NamedTuple):
     uid: str
 
 
+class Stored(NamedTuple):
+    """What the bucket has of a session."""
+
+    tags: tuple[int, ...]
+
+
 @dataclass
 class Rows:
     """A copy: its tags, and whether somebody writes."""
@@ -130,6 +138,7 @@ class Node:
         self.run = next(self.world.numbers)
         self.tasks: list[Coroutine[Any, str, None]] = []
         self.settling: set[Name] = set()
+        self.sharing: set[Name] = set()
         self.created: set[str] = set()
         """Uids of sessions that were created by this run."""
         self.heard_beat_begun, self.is_beating = -1, False
@@ -181,11 +190,21 @@ class Node:
 
     async def has_place(self, name: Name, offer: object) -> bool:  # noqa: ARG002  the protocol's
         """See Copies."""
-        return await Step() == "done"
+        if await Step() == "done":
+            return True
+        # What cannot be here gives its name to what can.
+        self.world.over.add(self.world.shared_by(name))
+        return False
 
     async def land(self, name: Name, uid: str, offer: object) -> bool:
         """See Copies."""
         fate = await Step()
+        if isinstance(offer, Stored):
+            if fate == "lost" or name in self.named:
+                return False
+            stored = list(offer.tags)
+            self.named[name] = Rows(uid, stored if fate == "done" else stored[: len(stored) // 2])
+            return True
         assert isinstance(offer, Offered)
         owner, source_uid = offer
         # A transfer that breaks leaves a shorter session, or none.
@@ -209,6 +228,22 @@ class Node:
             raise NoAnswer
         self.world.given.add((source.uid, self.letter))
         return Offered(owner, source.uid)
+
+    async def stored(self, name: Name, shared: str) -> object:
+        """See Peers."""
+        fate = await Step()
+        if fate in ("lost", "unheard") or self.is_cut:
+            raise NoAnswer
+        if fate == "late" or shared in self.world.over:
+            # Its time is over.
+            self.world.over.add(shared)
+            raise Left
+        if shared not in self.world.shared:
+            if self.world.shared_by(name) == shared:
+                raise Broken("a head names what was removed")
+            # The head has changed since it was read.
+            raise Left
+        return Stored(self.world.shared[shared])
 
     # -- what runs ---------------------------------------------------------------------------------
 
@@ -243,6 +278,30 @@ class Node:
                 self.world.append(self, name, rows)
         finally:
             rows.is_written = False
+
+    async def share(self, name: Name) -> None:
+        """Put a session's rows into the bucket, and have its head say so."""
+        rows = self.named.get(name)
+        # One at a time, as the store has it.
+        if rows is None or not self.claims.is_here(name) or name in self.sharing:
+            return
+        self.sharing.add(name)
+        try:
+            await self._share(name, rows)
+        finally:
+            self.sharing.discard(name)
+
+    async def _share(self, name: Name, rows: Rows) -> None:
+        before, shared, tags = self.claims.shared(name), f"o{next(self.world.numbers)}", tuple(rows.tags)
+        if await Step() != "done":
+            return
+        self.world.shared[shared] = tags
+        if await self.claims.share(name, rows.uid, shared) is not Verdict.HERE:
+            return
+        self.world.acknowledge(name, shared)
+        # What the head named before is named by none, and never will be.
+        if before != shared:
+            self.world.shared.pop(before, None)
 
     async def publish(self) -> None:
         """Write the heads that are lacking."""
@@ -290,11 +349,18 @@ class Node:
     async def delete(self, name: Name) -> None:
         """A user's deletion."""
         if self.claims.is_here(name) and name in self.named and not self.named[name].is_written:
-            del self.named[name]
+            rows = self.named[name]
             try:
+                shared = await self.claims.bury_first(name)
+                if self.named.get(name) is not rows or rows.is_written:
+                    return
+                del self.named[name]
                 await self.claims.bury(name)
             except NoAnswer:
                 return
+            self.world.shared.pop(shared, None)
+            if shared and self.world.shared_by(name) == shared:
+                raise Broken("a session that was deleted is in the bucket")
 
 
 @dataclass
@@ -311,6 +377,10 @@ class World:
     contents: dict[str, list[int]] = field(default_factory=dict)
     given: set[tuple[str, str]] = field(default_factory=set)
     """Copies that were given up, by uid, and to which node."""
+    shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """What the bucket has, by the names that heads have for it."""
+    over: set[str] = field(default_factory=set)
+    """What of it was found to have expired."""
     moves: int = 0
 
     def __post_init__(self) -> None:
@@ -338,6 +408,14 @@ class World:
             raise Broken("a node made another one the owner")
         if history and head.uid == history[-1][1].uid and head.node != history[-1][1].node:
             raise Broken("a session was taken over without a new uid")
+        before = history[-1][1].shared if history else ""
+        is_kept = head.shared in ("", before) or head.shared in self.shared
+        is_forgotten = before and before not in self.over and not (head.shared or head.is_deleted)
+        # Another session may take the place of one that has ended, where it is.
+        if is_forgotten and (head.uid == history[-1][1].uid or head.node != history[-1][1].node):
+            raise Broken("a head forgets what is shared")
+        if not is_kept:
+            raise Broken("a head names what the bucket has not got")
         self.moves += bool(history) and head.node != history[-1][1].node
         history.append((self.step, head))
 
@@ -345,6 +423,16 @@ class World:
         """The head of a session as it is now."""
         entry = self.objects.get(SECRET.head_path(name))
         return None if entry is None else SECRET.read_head(entry.body)
+
+    def shared_by(self, name: Name) -> str:
+        """What the head of a session says is shared."""
+        head = self.head(name)
+        return "" if head is None else head.shared
+
+    def acknowledge(self, name: Name, shared: str) -> None:
+        """A user was told that the bucket has it."""
+        if not any(head.shared == shared for _, head in self.heads.get(SECRET.head_path(name), [])):
+            raise Broken("what was acknowledged as shared was named by no head")
 
     def was_published(self, name: Name, uid: str) -> bool:
         """Whether a head has ever named this copy."""
@@ -386,16 +474,17 @@ class World:
 
     def _chore(self, node: Node) -> Coroutine[Any, str, None]:
         which, name = self.random.random(), self.random.choice(NAMES)
-        if which < 0.7:
+        if which < 0.6:
             return node.turn(name)
-        for share, chore in ((0.72, node.end), (0.74, node.replace), (0.81, node.delete)):
+        chores = ((0.63, node.end), (0.66, node.replace), (0.75, node.delete), (0.87, node.share))
+        for share, chore in chores:
             if which < share:
                 return chore(name)
         return node.publish() if which < 0.97 else node.forget()
 
     def _advance(self, node: Node) -> None:
         task = self.random.choice(node.tasks)
-        fate = self.random.choices(("done", "unheard", "lost", "late"), (90, 4, 4, 2))[0]
+        fate = self.random.choices(("done", "unheard", "lost", "late"), FATES[self.seed % len(FATES)])[0]
         try:
             is_new = getcoroutinestate(task) == CORO_CREATED
             task.send(None if is_new else fate)  # type: ignore[arg-type]  # what a coroutine begins with
@@ -427,6 +516,8 @@ CONTROLS = (
     "deaf_beat",
     "keep_copy",
     "trust_claims",
+    "forget_shared",
+    "share_early",
 )
 
 
@@ -449,7 +540,7 @@ def _is_claimed(inside: Any, name: Name) -> bool:
     return copy is not None and inside.is_sure and copy.tenure is not Tenure.UNSURE
 
 
-def _plant(control: str, claims: Claims, node: Node) -> None:
+def _plant(control: str, claims: Claims, node: Node) -> None:  # noqa: C901  a bug each
     inside: Any = claims
     plain = inside._fetch
 
@@ -480,7 +571,19 @@ def _plant(control: str, claims: Claims, node: Node) -> None:
             raise Busy
         node.guests[uid] = replace(rows, tags=list(rows.tags))
 
+    plain_land = inside._land
+
+    async def land(name: Name, entry: Entry, head: Head, *rest: Any) -> Any:
+        # The new owner's head says nothing of what the bucket has.
+        return await plain_land(name, entry, replace(head, shared=""), *rest)
+
+    async def share(_name: Name, _uid: str, _shared: str) -> Verdict:
+        # Acknowledged, and the head is not changed.
+        return Verdict.HERE
+
     bugs: dict[str, tuple[str, Any]] = {
+        "forget_shared": ("_land", land),
+        "share_early": ("share", share),
         "forget_uid": ("_fetch", fetch),
         "keep_head": ("_renew", renew),
         "no_note": ("_note_taken", note),

@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from ctxcache.client import OPAQUE, TOKENS, CallerModel, Client, ModelSpec, connect
+from ctxcache.client import OPAQUE, TOKENS, CallerModel, Client, Durability, ModelSpec, connect
 from ctxcache.errors import GenerationMismatch, SessionNotFound
 from tests.server_process import ServerProcess, write_secret
 
@@ -133,6 +133,8 @@ class User:
         """Every conversation that was ever sent to a store, answered or not."""
         self._unanswered: list[tuple[np.ndarray, np.ndarray]] = []
         """Those of them that may be there: since the last answer."""
+        self.shared_count = 0
+        """Tokens that were acknowledged as shared, since it was cut or deleted last."""
         self.takes = 0
         self.computed = 0
         """Tokens that were lost, and computed again."""
@@ -177,10 +179,18 @@ class User:
         shorter = min(count, len(self.tokens))
         same = tokens[:shorter] == self.tokens[:shorter]
         common = shorter if same.all() else int(np.argmin(same))
+        self.shared_count = min(self.shared_count, common)
         session.keep_first(common)
         return common
 
-    def turn(self, number: int, count: int = 70, *, may_be_outdated: bool = False) -> int:
+    def turn(
+        self,
+        number: int,
+        count: int = 70,
+        *,
+        may_be_outdated: bool = False,
+        durability: Durability = Durability.MEMORY,
+    ) -> int:
         """A turn at a store: what is lacking is computed again, `count` new tokens are appended.
 
         Returns how many tokens were found. Raises WrongRows, CacheError.
@@ -198,14 +208,21 @@ class User:
         self._unanswered.append((tokens, rows))
         self._said.append((tokens, rows))
         generation = session.info.generation
-        session.append({TOKENS: tokens[found:], OPAQUE: rows[found:]}, if_generation_match=generation)
+        session.append(
+            {TOKENS: tokens[found:], OPAQUE: rows[found:]},
+            durability=durability,
+            if_generation_match=generation,
+        )
         self.computed += len(self.tokens) - found
         self.tokens, self.rows = tokens, rows
+        if durability is Durability.SHARED:
+            self.shared_count = len(tokens)
         self._unanswered.clear()
         return found
 
     def delete(self, number: int) -> None:
         """Delete the session at a store."""
+        self.shared_count = 0
         self._stores.clients[number].sessions.open(self.name).delete()
         self._unanswered.clear()
         self.tokens, self.rows = self.tokens[:0], self.rows[:0]

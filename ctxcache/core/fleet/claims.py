@@ -3,6 +3,7 @@
     settle     a session is used here that this host does not own: read its head, ask its owner, take it over
     publish    a session was created here: write its head
     yielded    another host takes a session over, and asks its owner first
+    share      the bucket has rows of a session: its head says which
     beat       say where this store is, and hear what was taken from it meanwhile
     bury       a session was deleted here: its head says so
 
@@ -92,6 +93,12 @@ class Peers(Protocol):
         Raises Busy, Left, and NoAnswer.
         """
 
+    async def stored(self, name: Name, shared: str) -> object:
+        """Find what the bucket has of a session; returns by what its rows can be had.
+
+        `shared`: see Head. Raises Left where it is gone, or its time is over, and NoAnswer.
+        """
+
 
 class Copies(Protocol):
     """This host's copies of sessions."""
@@ -140,20 +147,32 @@ class Counts:
     arrived: int = 0
     arrived_tokens: int = 0
     arrived_bytes: int = 0
+    arrived_stored: int = 0
+    """Of those that arrived, how many came from the bucket."""
     yielded: int = 0
     taken_from_silent: int = 0
     superseded: int = 0
     """Copies that lost their name though nobody had asked for them."""
     no_answers: int = 0
+    shares: int = 0
+    """Times that a head was made to say what the bucket has of its session."""
+    shared_objects: int = 0
+    shared_bytes: int = 0
+    share_failures: int = 0
+    removed_objects: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FleetFacts:
-    """A store's place in its fleet, for whoever watches. `tenures`: sessions used since the start."""
+    """A store's place in its fleet, for whoever watches.
+
+    `tenures`: sessions used since the start. `unshared_count`: sessions whose rows are yet to be shared.
+    """
 
     counts: Counts
     tenures: Mapping[Tenure, int]
     is_sure: bool
+    unshared_count: int
 
 
 class Claims:
@@ -354,11 +373,12 @@ class Claims:
         if head.uid in self._owed:
             # Taken over, and the answer was lost before anything came.
             return await self._fetch(name, entry, head, self._owed[head.uid], head.uid)
-        return self._absent(name, entry, head, Loss.LEFT)
+        # It has left this host, for room or with a disk.
+        return await self._fetch_stored(name, entry, head, Loss.LEFT)
 
     async def _renew(self, name: Name, entry: Entry, head: Head) -> Verdict | None:
         """Own by a new term what the head names this node for."""
-        made = head.followed_by(self._mine(head.uid))
+        made = head.followed_by(self._mine(head.uid, head.shared))
         with self._awaited(head.uid):
             found = await self._put(name, made, entry)
         if found is None or found.body != self._secret.write(made):
@@ -384,22 +404,43 @@ class Claims:
             return Verdict.ELSEWHERE
         except (Left, NoAnswer) as error:
             loss = Loss.LEFT if isinstance(error, Left) else Loss.OWNER_LOST
-            return self._absent(name, entry, head, loss)
+            return await self._fetch_stored(name, entry, head, loss)
         # Before the head is changed: what cannot be here goes on where it was.
         if not await self._copies.has_place(name, offer):
             return self._absent(name, entry, head, Loss.NO_PLACE)
         return await self._land(name, entry, head, source, uid, offer)
 
+    # A bucket that does not answer now may do so at the next turn: NoAnswer leaves here, so that nobody takes
+    # the session for absent and begins another one in its place.
+    async def _fetch_stored(self, name: Name, entry: Entry, head: Head, loss: Loss) -> Verdict | None:
+        """Go on with what the bucket has of it, which may be nothing."""
+        if not head.shared:
+            return self._absent(name, entry, head, loss)
+        try:
+            offer = await self._peers.stored(name, head.shared)
+        except Left:
+            return self._absent(name, entry, head, loss)
+        if not await self._copies.has_place(name, offer):
+            return self._absent(name, entry, head, Loss.NO_PLACE)
+        if head.node != self.node:
+            # Told in its own record, before it is superseded. One that says it has no such copy is told too:
+            # it may be on its way there.
+            await self._note_taken(head.node, self._secret.head_path(name))
+            self.counts.taken_from_silent += loss is Loss.OWNER_LOST
+        return await self._land(name, entry, head, None, self._new_uid(), offer)
+
     async def _land(
-        self, name: Name, entry: Entry, head: Head, source: Source, uid: str, offer: object
+        self, name: Name, entry: Entry, head: Head, source: Source | None, uid: str, offer: object
     ) -> Verdict | None:
         # A client has created a session of this name during the wait.
         if self._copies.uid(name) is not None:
             return None
-        self._owed.note(uid, source)
+        if source is not None:
+            self._owed.note(uid, source)
         # Also where the head names this node already: another one may have changed it since it was read.
-        made = head.followed_by(self._mine(uid))
-        entry_made = await self._put(name, made, entry)
+        made = head.followed_by(self._mine(uid, head.shared))
+        with self._awaited(uid):
+            entry_made = await self._put(name, made, entry)
         if entry_made is None or entry_made.body != self._secret.write(made):
             return None
         entry, head = entry_made, made
@@ -463,29 +504,103 @@ class Claims:
             self._owned(name, found, made)
             return Verdict.HERE
         head = self._secret.read_head(found.body)
-        if head.is_deleted or head.node == self.node:
+        # The bucket may have rows of what had this name here: then it was created while nobody could tell.
+        if head.is_deleted or (head.node == self.node and not head.shared):
             # What had this name has ended meanwhile.
             copy.entry = found
             return Verdict.UNKNOWN
         self._lose(name)
         return Verdict.ELSEWHERE
 
-    async def bury(self, name: Name) -> None:
-        """The head of a session that was deleted here says so. Raises NoAnswer."""
+    def shared(self, name: Name) -> str:
+        """See Head: what the head of a copy here says. Empty for a copy that is not known to be owned."""
+        copy = self._claimed.get(name)
+        if copy is None or copy.entry is None or copy.tenure is Tenure.PRIVATE:
+            return ""
+        return self._secret.read_head(copy.entry.body).shared
+
+    async def share(self, name: Name, uid: str, shared: str) -> Verdict:
+        """Have the head of an owned copy say which rows the bucket has.
+
+        HERE: it does. UNKNOWN: it may, and is to be tried again. Else the copy is not this host's.
+        """
+        copy = self._claimed.get(name)
+        if copy is None or copy.entry is None or copy.tenure is not Tenure.OWNED:
+            return Verdict.ABSENT
+        if not copy.uid == uid == self._copies.uid(name):
+            return Verdict.ABSENT
+        made = self._secret.read_head(copy.entry.body).followed_by(self._mine(uid, shared))
+        try:
+            with self._work_on(name):
+                found = await self._put(name, made, copy.entry)
+        except NoAnswer:
+            self.counts.no_answers += 1
+            return Verdict.UNKNOWN
+        if self._claimed.get(name) is not copy:
+            return Verdict.ABSENT
+        if found is not None and found.body == self._secret.write(made):
+            self._owned(name, found, made)
+            return Verdict.HERE
+        return self._not_shared(name, copy, found)
+
+    def _not_shared(self, name: Name, copy: Copy, found: Entry | None) -> Verdict:
+        """The head was not as it was known."""
+        if found is None:
+            copy.tenure = step(copy.tenure, Turn.DOUBTED)
+            return Verdict.UNKNOWN
+        head = self._secret.read_head(found.body)
+        if (head.node, head.incarnation, head.uid) == (self.node, self.incarnation, copy.uid):
+            # Our own change, of which no answer came.
+            copy.entry, copy.term = found, head.term
+            return Verdict.UNKNOWN
+        self._lose(name)
+        return Verdict.ELSEWHERE
+
+    async def bury(self, name: Name) -> str:
+        """The head of a session that has ended here says so.
+
+        Returns what was shared, see Head, where that may go now. Raises NoAnswer.
+        """
         copy = self._claimed.get(name)
         if copy is None or copy.entry is None or self._copies.uid(name) is not None:
-            return
+            return ""
         head = self._secret.read_head(copy.entry.body)
         if head.is_deleted or head.node != self.node:
-            return
+            return ""
         made = replace(head.followed_by(self._mine(head.uid)), is_deleted=True)
-        await self._put(name, made, copy.entry)
+        found = await self._put(name, made, copy.entry)
         # Another one of this name may have been created during the wait.
         if self._claimed.get(name) is copy:
             del self._claimed[name]
+        return head.shared if found is not None and found.body == self._secret.write(made) else ""
 
-    def _mine(self, uid: str) -> Head:
-        return Head(uid, self.node, self.incarnation, self.address, 1, self._nonce())
+    async def bury_first(self, name: Name) -> str:
+        """The head of a session says that it is deleted, before it is: the bucket has rows of it.
+
+        Returns what was shared, see Head; empty where nothing is, and the head was left as it is. Raises
+        NoAnswer.
+        """
+        copy = self._claimed.get(name)
+        if copy is None or copy.tenure is Tenure.PRIVATE:
+            return ""
+        if copy.entry is None or copy.tenure is not Tenure.OWNED:
+            raise NoAnswer("whether the bucket has rows of it is not known")
+        head = self._secret.read_head(copy.entry.body)
+        if not head.shared:
+            return ""
+        made = replace(head.followed_by(self._mine(head.uid)), is_deleted=True)
+        # Without an answer it may be deleted for all others, who may begin another one.
+        copy.tenure = step(copy.tenure, Turn.DOUBTED)
+        with self._work_on(name):
+            found = await self._put(name, made, copy.entry)
+        if self._claimed.get(name) is not copy or found is None or found.body != self._secret.write(made):
+            raise NoAnswer("its head changed meanwhile")
+        # Should it not be deleted after all, it is published again.
+        self._claim(name, Copy(copy.uid, Tenure.PRIVATE, found))
+        return head.shared
+
+    def _mine(self, uid: str, shared: str = "") -> Head:
+        return Head(uid, self.node, self.incarnation, self.address, 1, self._nonce(), shared=shared)
 
     async def _put(self, name: Name, made: Head, before: Entry | None) -> Entry | None:
         """Put a head of this host; the entry that the register has then, which may be another host's."""

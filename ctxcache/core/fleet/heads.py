@@ -2,6 +2,7 @@
 
     v1/s/<hh>/<digest of tenant>/<digest of session>    a head: who continues the session
     v1/n/<node>                                         a node record: where a host's store is reached
+    v1/o/<hh>/<digest of tenant>/<digest of session>/   rows of the session, and what they are: `shared.py`
 
 Names are keyed digests under the fleet's secret: a listing of the bucket tells nothing, and paths spread
 evenly. The objects are JSON, with a digest under the same secret: the object of another fleet, or one that
@@ -43,6 +44,7 @@ class Head:
     drawn for every change, so that two heads with equal bytes are one. `uid` is that of the owner's copy,
     `past`: uids of copies that had the name before, the last ones; None:
     so many that any copy may have had it. A deleted head says that there is no such session.
+    `shared` names the object that says which rows of the session the bucket has; empty for none.
     """
 
     uid: str
@@ -53,6 +55,7 @@ class Head:
     nonce: str
     past: tuple[str, ...] | None = ()
     is_deleted: bool = False
+    shared: str = ""
 
     def followed_by(self, head: "Head") -> "Head":
         """The head that takes this one's place: of the next term, and with what is known of the past."""
@@ -115,6 +118,27 @@ class Secret:
             {"digest": self._digest(type(item).__name__.encode(), text.encode()), "object": text}
         ).encode()
 
+    def objects_folder(self, name: Name) -> str:
+        """Where the bucket has what is shared of a session."""
+        return self.head_path(name).replace("v1/s/", OBJECTS, 1) + "/"
+
+    def signed(self, path: str, body: bytes) -> bytes:
+        """An object of other bytes than a head's, to be read at this path alone."""
+        return bytes.fromhex(self._digest(b"object", path.encode() + b"\0" + body)) + body
+
+    def hasher(self, path: str) -> blake2b:
+        """A digest of bytes that belong to the object at this path."""
+        hasher = blake2b(digest_size=DIGEST_BYTES, key=self._key, person=b"rows")
+        hasher.update(path.encode() + b"\0")
+        return hasher
+
+    def verified(self, path: str, body: bytes) -> bytes:
+        """The bytes that were signed. Raises ForeignObject."""
+        plain = body[DIGEST_BYTES:]
+        if body[:DIGEST_BYTES] != self.signed(path, plain)[:DIGEST_BYTES]:
+            raise ForeignObject("it was written with another fleet secret, or changed since")
+        return plain
+
     def read_head(self, body: bytes) -> Head:
         """A head from its bytes. Raises ForeignObject."""
         facts = self._read(Head, body)
@@ -154,6 +178,8 @@ def node_path(node: str) -> str:
 
 NODES = "v1/n/"
 """The beginning of the paths of node records."""
+OBJECTS = "v1/o/"
+"""The beginning of the paths of what is shared of sessions."""
 
 
 def _made(kind: type[T], facts: dict[str, Any]) -> T:

@@ -72,5 +72,29 @@ FLEET = Section(
             least=0.2,
             most=300,
         ),
+        Knob(
+            name="fleet_share",
+            kind=KnobKind.WORD,
+            default="asked",
+            help="Which sessions' rows the bucket has, so that they outlive their host: `asked` or `all`.",
+            more=(
+                "`asked`: what is committed as `DURABILITY_SHARED`. `all`: every session, a second after each"
+                " turn; its rows cross the network once and are kept until it expires."
+            ),
+            advice="`all` where a lost host's prefill costs more than requests and storage: docs/fleet.md",
+            watch="ctxcache_fleet_shared_bytes_total",
+            choices=("asked", "all"),
+        ),
+        Knob(
+            name="fleet_share_bytes_per_s",
+            kind=KnobKind.SIZE,
+            default=0,
+            unit="bytes/s",
+            help="Most bytes a second that are put into the bucket; 0 for as many as it takes.",
+            advice="what the network has beside the engines' own traffic",
+            watch="ctxcache_fleet_unshared_sessions",
+            least=0,
+            most=10**12,
+        ),
     ),
 )
