@@ -267,6 +267,10 @@ class SessionFields:
     """
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     """What its creator says of it, see CreateSessionRequest.labels. They never change."""
+    is_being_appended: bool = False
+    """Whether a reservation or a stream of rows is open behind its tokens: more may be committed within
+    moments. Only GetSession answers with it.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,7 @@ def read_session_info(message: session_pb2.Session) -> types.SessionInfo:
         whole_token_count=message.whole_token_count,
         copies=message.copies,
         labels=dict(message.labels),
+        is_being_appended=message.is_being_appended,
     )
 
 
@@ -158,6 +159,7 @@ def write_session_info(plain: types.SessionInfo) -> session_pb2.Session:
         whole_token_count=plain.whole_token_count,
         copies=plain.copies,
         labels=plain.labels,
+        is_being_appended=plain.is_being_appended,
     )
 
 

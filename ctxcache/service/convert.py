@@ -289,6 +289,7 @@ def whole_session(view: SessionView, clock: Clock) -> bytes:
         return known[2]
     _fill(message := session_pb2.Session(), view, ahead_ns)
     message.whole_token_count = view.whole_token_count
+    message.is_being_appended = view.is_writing
     for content in contents_within(view.contents, 0, view.whole_token_count):
         message.contents.add(begin=content.begin, end=content.end, digest=content.digest)
     encoded = message.SerializeToString()

@@ -214,6 +214,7 @@ class Session(_message.Message):
     WHOLE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    IS_BEING_APPENDED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Resource name, `sessions/{session_id}`; the id matches [a-zA-Z0-9][a-zA-Z0-9._:-]{0,127}."""
     uid: _builtins.str
@@ -247,6 +248,10 @@ class Session(_message.Message):
     copies: _builtins.int
     """On how many SSD directories each of its segments shall be, 1 or 2. Where one has no room, or is lost, a
     segment has one copy until there is another place.
+    """
+    is_being_appended: _builtins.bool
+    """Whether a reservation or a stream of rows is open behind its tokens: more may be committed within moments. Only
+    GetSession answers with it.
     """
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
@@ -302,10 +307,11 @@ class Session(_message.Message):
         whole_token_count: _builtins.int = ...,
         copies: _builtins.int = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        is_being_appended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["access_time", b"access_time", "create_time", b"create_time", "expire_time", b"expire_time", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_time", b"access_time", "contents", b"contents", "copies", b"copies", "create_time", b"create_time", "dram_bytes", b"dram_bytes", "durable_token_count", b"durable_token_count", "expire_time", b"expire_time", "generation", b"generation", "is_pinned", b"is_pinned", "labels", b"labels", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "name", b"name", "salt", b"salt", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant", "token_count", b"token_count", "ttl", b"ttl", "uid", b"uid", "whole_token_count", b"whole_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access_time", b"access_time", "contents", b"contents", "copies", b"copies", "create_time", b"create_time", "dram_bytes", b"dram_bytes", "durable_token_count", b"durable_token_count", "expire_time", b"expire_time", "generation", b"generation", "is_being_appended", b"is_being_appended", "is_pinned", b"is_pinned", "labels", b"labels", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "name", b"name", "salt", b"salt", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant", "token_count", b"token_count", "ttl", b"ttl", "uid", b"uid", "whole_token_count", b"whole_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

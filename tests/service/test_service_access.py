@@ -132,6 +132,29 @@ async def test_rows_written_in_place_are_read_in_place(
     assert await client.read_rows("a") == all_rows(1, 150)
 
 
+async def test_a_session_says_whether_more_may_be_committed_to_it(
+    client: Client, access: Access, mapped: Mapped
+) -> None:
+    """From its reservation on, between two commits, and no more behind the last one."""
+    await client.create("a")
+    told = [await client.get("a")]
+    reservation = (await access.one(reserve=reserve_of(client, 0, 150))).reservation
+    told.append(await client.get("a"))
+    first, rest = mapped.write(reservation, 1, end=70), mapped.write(reservation, 1, begin=70)
+    number = reservation.reservation_id
+    await access.one(commit=commit_of(number, 70, keep_open=True, checksums=first))
+    told.append(await client.get("a"))
+    await access.one(commit=commit_of(number, 150, checksums=rest))
+    told.append(await client.get("a"))
+
+    assert [(one.token_count, one.is_being_appended) for one in told] == [
+        (0, False),
+        (0, True),
+        (70, True),
+        (150, False),
+    ]
+
+
 async def test_rows_marked_as_written_show_nowhere_and_are_committed_as_others(
     client: Client, access: Access, mapped: Mapped
 ) -> None:

@@ -581,6 +581,7 @@ class Session:
             salt=self.salt,
             labels=self.labels,
             contents=self.contents,
+            is_writing=self.is_writing,
         )
 
 
@@ -609,6 +610,7 @@ class SessionView(NamedTuple):
     salt: bytes = b""
     labels: Labels = ()
     contents: tuple[Content, ...] = ()
+    is_writing: bool = False
 
     @property
     def whole_token_count(self) -> int:
