@@ -28,7 +28,8 @@ ROOM_TOKENS = 2 * SEGMENT_TOKENS
 #     0 ............ 200 │ 200 ......... 256 ............ 328    │
 #                          rows are written in place, and commits move the border
 #
-# Room is asked for once in two segments, and what is left of it is given back at the end.
+# Room is asked for once in two segments, and what is left of it is given back at the end. Rows that are all
+# there get room at once, so that whoever looks at the session meanwhile sees that more is coming.
 class SessionAppender:
     """Appends rows of `model` to a session that nobody else has changed since it was looked at."""
 
@@ -41,6 +42,10 @@ class SessionAppender:
         self.kept_count: int | None = None
         """Tokens that the session keeps before the next rows; None where these follow its last token."""
         self._writer: SessionWriter | None = None
+        self._coming_count = 0
+        """Rows of the present append that are not committed."""
+        self._ends = False
+        """Whether no rows follow the present append."""
 
     def append(
         self, staging: StagingBuffers, runs: Sequence[RowRun], scratch: Bytes, *, is_last: bool
@@ -54,12 +59,13 @@ class SessionAppender:
                 self.kept_count, if_generation_match=self.session.generation
             )
             self.kept_count = None
+        self._ends = is_last
         while runs:
             # A piece ends with the room, for a writer does not split one.
             first, runs = cut(runs, min(PIECE_TOKENS, self._room_left))
-            self._append_piece(
-                staging, rows_of(first), sum(map(len, first)), scratch, is_last=is_last and not runs
-            )
+            count = sum(map(len, first))
+            self._coming_count = count + sum(map(len, runs))
+            self._append_piece(staging, rows_of(first), count, scratch, is_last=is_last and not runs)
 
     def close(self) -> None:
         """Give back the room that was not used."""
@@ -94,7 +100,7 @@ class SessionAppender:
     def _write(
         self, staging: StagingBuffers, rows: Rows, count: int, scratch: Bytes, *, is_last: bool
     ) -> None:
-        writer = self._writer = self._writer or self._open(count, is_last=is_last)
+        writer = self._writer = self._writer or self._open(count)
         # The writer counts rows from where its room begins.
         begin = self.session.token_count - writer.write_offset
         for stream in staging.specs:
@@ -104,12 +110,13 @@ class SessionAppender:
         if is_last or not self._room_left:
             self._writer = None
 
-    def _open(self, count: int, *, is_last: bool) -> SessionWriter:
-        room = count if is_last else max(count, ROOM_TOKENS)
+    def _open(self, count: int) -> SessionWriter:
+        coming = self._coming_count
+        room = coming if self._ends else max(coming, ROOM_TOKENS)
         generation = self.session.generation
         try:
             return self._client.sessions.open(self.session, self._model).writer(
-                room, if_generation_match=generation, is_all_coming=room == count
+                room, if_generation_match=generation, is_all_coming=room == coming
             )
         # Room ahead is a convenience: a store that is short of room gets a smaller request.
         except (CapacityExceeded, TooManyRequests):

@@ -56,13 +56,14 @@ DEFAULTS: dict[str, Any] = {
 class Reply:
     """The engine's answer to one request. `cached_count`: tokens of the prompt that were not computed.
 
-    `took_s`: from the request's arrival to the reply's first token.
+    `took_s`: from the request's arrival to the reply's first token. `says`: its `kv_transfer_params`.
     """
 
     token_ids: tuple[int, ...]
     cached_count: int
     finish_reason: str
     took_s: float
+    says: Mapping[str, Any] | None = None
 
 
 class VllmEngine:
@@ -269,6 +270,7 @@ def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
                     cached_count=output.num_cached_tokens or 0,
                     finish_reason=output.outputs[0].finish_reason,
                     took_s=output.metrics.first_token_latency if output.metrics else 0.0,
+                    says=output.kv_transfer_params,
                 )
                 for output in outputs
             ]

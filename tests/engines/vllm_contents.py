@@ -41,6 +41,7 @@ import ctxcache
 from gpu_worker.engines.names import session_id
 from gpu_worker.engines.vllm import connector as connectors
 from gpu_worker.engines.vllm import said
+from gpu_worker.engines.vllm.handover import KEY
 from gpu_worker.engines.vllm.offloading import CtxcacheOffloadingConnector
 from gpu_worker.engines.vllm.plan import BlockLayout
 from lab.engines.families import SHAPE
@@ -102,6 +103,7 @@ NUMBERS = (
 )
 LARGE = (1e9, 8.64e13, 1e15, 1.7e18, 1e308, float("inf"), float("-inf"), float("nan"))
 """Among them a time in nanoseconds where a span in seconds is meant."""
+COUNTS = ("token_count", "rank_count")
 KEYS = ("session_id", "ends", "kv_hints", "actions", "payload", "max_load_tokens", "kv_load_tiers", "medium")
 KINDS = ("pin", "retain", "prefetch", "demote", "share", "release", "expect", "another", "")
 FIELDS = ("session", "token_count", "ttl_s", "priority", "budget_bytes", "return_in_s", "ended", "other")
@@ -184,6 +186,11 @@ class Caller:
             return self._draw.random() < 0.5
         return self._draw.choice(NUMBERS + LARGE)
 
+    def _hand_over(self) -> Any:
+        """What another engine says of a prompt, right but for some places."""
+        counts = {name: self.perhaps(self._draw.choice([1, 96, 1 << 70])) for name in COUNTS}
+        return self.perhaps({"session_name": self.perhaps("sessions/another")} | counts)
+
     def parameters(self) -> Any:
         """`kv_transfer_params`."""
         right = {
@@ -191,6 +198,8 @@ class Caller:
             for name, value in (
                 ("session_id", self.perhaps(self.word(), 0.7)),
                 ("ends", self.perhaps(self._draw.random() < 0.9)),
+                ("do_remote_decode", self.perhaps(self._draw.random() < 0.5)),
+                (f"{KEY}{self._draw.choice(['', 'here', 'there'])}", self._hand_over()),
                 ("kv_hints", self.hints()),
                 ("max_load_tokens", self.any()),
                 ("max_offload_tokens", self.any()),
@@ -348,11 +357,12 @@ def _planted(control: str | None) -> Iterator[None]:
     ]
     if control == DOOR_OPEN:
 
-        def unguarded(request: Request, teller: Any, labels: Any) -> said.Said:
+        def unguarded(request: Request, teller: Any, labels: Any, _target: str) -> said.Said:
             said.check_parameters(request)
             hints = tuple(door.hints_of(request, teller))
             own = door._labels_of(request, labels)
-            return said.Said(door._session_of(request), door._salt_of(request), own, hints)
+            salt = door._salt_of(request)
+            return said.Said(door._session_of(request), salt, own, hints, handed=None, is_prefill=False)
 
         vars(scheduler)["read"] = unguarded
     elif control == PARAMETERS_UNCHECKED:

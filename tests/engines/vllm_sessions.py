@@ -655,10 +655,11 @@ def test_ranks_have_parts_of_a_session_of_any_name(model: Path, store: ServerPro
         for name in names:
             request = Request(name[-8:] + str(len(name)), opening(3), SamplingParams(), None, session_id=name)
             side.arrived(request)
-            lookup = side._followed[request.request_id].lookup
-            assert lookup is not None
-            opened = lookup.result(60)
-            assert opened is not None
+            followed = side._followed[request.request_id]
+            assert followed.lookup is not None
+            followed.lookup.result(60)
+            assert followed.opened is not None
+            opened = followed.opened
             first, second = opened.sessions
             assert first.name == f"sessions/{name}"
             assert second.name.endswith(".rank1")

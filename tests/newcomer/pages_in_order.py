@@ -39,6 +39,7 @@ NOT_RUN = {
     ("docs/coming_from.md", "# before\nlmcache"): ENGINE,
     ("docs/coming_from.md", "# before\nvllm"): ENGINE,
     ("docs/coming_from.md", "# before\npython"): ENGINE,
+    ("docs/disaggregation.md", ""): ENGINE,
     ("docs/engines.md", ""): TORCH,
     ("docs/fleet.md", "$ kubectl"): CLUSTER,
     ("docs/fleet.md", "# announce.py"): "in a pod: tests/helm/pod_matrix.py, tests/fleet/test_one_to_many.py",

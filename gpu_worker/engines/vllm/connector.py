@@ -127,10 +127,9 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Rows are in staging by now: the blocks are free at once."""
+        """See SchedulerSide.finished. Rows are in staging by now: the blocks are free at once."""
         del block_ids
-        self._scheduler().finished(request)
-        return False, None
+        return False, self._scheduler().finished(request)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -188,8 +187,10 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """Tell the scheduler which sessions are saved, and of weights that changed unannounced."""
-        saved, changed = self._worker().take_saved(), self._worker().changed_version
-        return StepReport(dict.fromkeys(saved, 1), changed) if saved or changed is not None else None
+        worker = self._worker()
+        saved, changed, is_alone = worker.take_saved(), worker.changed_version, worker.take_alone()
+        has_news = saved or changed is not None or is_alone
+        return StepReport(dict.fromkeys(saved, 1), changed, is_alone) if has_news else None
 
     # -- what is counted ------------------------------------------------------------------------------------
 

@@ -4,6 +4,9 @@
     not there         a session is made            ─┼─► Opened: what all ranks have of the prompt
     made just now     begins with what others have ─┘
 
+    handed over          the session of the engine that computed it, as far as its tokens are the prompt's
+    still being saved    Coming: ask again, while the caller may wait
+
 An engine that does not save makes no session that others would find. A session that begins with what others
 have stands in for theirs, for a minute. Worst case: `timeout_s` for each call.
 """
@@ -20,6 +23,7 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.errors import (
     CacheError,
     CorruptSegment,
+    InvalidArgument,
     ModelFingerprintMismatch,
     SessionAlreadyExists,
     SessionMoved,
@@ -29,6 +33,7 @@ from ctxcache.format.streams import Stream
 from gpu_worker.engines.link import GONE
 from gpu_worker.engines.names import part_of
 from gpu_worker.engines.vllm.counts import Misses
+from gpu_worker.engines.vllm.handover import HandOver
 from gpu_worker.engines.vllm.plan import Opened
 from gpu_worker.engines.vllm.roles import Role
 from gpu_worker.engines.vllm.settings import ConnectorSettings, streams_of
@@ -50,6 +55,16 @@ class Asked(NamedTuple):
     """Whether a new session may begin with what other sessions have."""
     labels: Mapping[str, str]
     """Of a session that is made for it."""
+    handed: HandOver | None = None
+    """Where another engine put the prompt's rows."""
+
+
+class Coming(NamedTuple):
+    """The answer while another engine still saves what is asked for."""
+
+    token_count: int
+    """Tokens of the prompt that are there, in the rank that has the fewest."""
+    is_being_appended: bool
 
 
 class New(NamedTuple):
@@ -69,15 +84,35 @@ class Lookup:
         self._ttl = None if settings.ttl_s is None else timedelta(seconds=settings.ttl_s)
 
     def find(
-        self, client: Client, models: Sequence[CallerModel], asked: Asked, missed: Callable[[], None]
-    ) -> Opened | None:
+        self,
+        client: Client,
+        models: Sequence[CallerModel],
+        asked: Asked,
+        missed: Callable[[], None],
+        *,
+        may_wait: bool = False,
+    ) -> Opened | Coming | None:
         """Each rank's session, and what all of them have; None where nothing is there and nothing is saved.
 
-        Calls `missed` before it makes a session that will have nothing. Raises CacheError.
+        `may_wait`: answer Coming where more is still being saved. Calls `missed` before it makes a session
+        that will have nothing. Raises CacheError.
         """
+        handed = self._find_handed(client, models, asked, may_wait=may_wait)
+        return handed or self._find(client, models, asked, missed, may_wait=may_wait)
+
+    def _find(
+        self,
+        client: Client,
+        models: Sequence[CallerModel],
+        asked: Asked,
+        missed: Callable[[], None],
+        *,
+        may_wait: bool,
+    ) -> Opened | Coming | None:
         sessions: list[SessionInfo] = []
         tokens: list[list[int]] = []
         common = len(asked.prompt)
+        is_being_appended = False
         for rank, model in enumerate(models):
             name, new = asked.session_name, New(self._ttl, asked.salt, asked.labels)
             if rank:
@@ -85,29 +120,94 @@ class Lookup:
                 first = sessions[0]
                 name = f"sessions/{part_of(first.name.removeprefix('sessions/'), rank)}"
                 new = new._replace(ttl=first.ttl)
-            session = self._existing(client, model, name, asked.salt)
-            is_new = session is None
+            session, is_new = self._existing(client, model, name, asked.salt), False
             if session is None:
-                layout = streams_of(model, self._saved)
-                is_found = asked.is_shared and (
-                    client.prefixes.match(model, asked.prompt, salt=asked.salt, layout=layout).token_count > 0
-                )
-                if not is_found:
-                    if not self._role.saves:
-                        return None
-                    missed()
-                session, is_new = self._made(client, model, name, layout, new)
-                if is_new and is_found:
-                    session = self._adopted(client, session, model, asked.prompt)
+                made = self._new(client, model, name, asked, new, missed)
+                if made is None:
+                    return None
+                session, is_new = made
             if is_new:
                 ids = asked.prompt[: session.token_count]
             else:
+                is_being_appended |= session.is_being_appended
                 session, ids = self._read(client, model, session)
             sessions.append(session)
             tokens.append(ids)
             common = min(common, _common_count(ids, asked.prompt))
+        # Only behind tokens that are the prompt's own can more of it come.
+        is_its_own = all(len(ids) == common for ids in tokens)
+        if may_wait and is_being_appended and is_its_own and common < self._wanted_count(asked.prompt):
+            return Coming(common, is_being_appended)
         common -= common % self._unit_tokens
-        return Opened(tuple(sessions), common, tuple(tuple(ids[common:]) for ids in tokens))
+        return _opened(sessions, tokens, common, common)
+
+    def _new(
+        self,
+        client: Client,
+        model: CallerModel,
+        name: str,
+        asked: Asked,
+        new: "New",
+        missed: Callable[[], None],
+    ) -> tuple[SessionInfo, bool] | None:
+        """A session with what others have of the prompt, and whether it was made just now; None as `find`."""
+        layout = streams_of(model, self._saved)
+        is_found = asked.is_shared and (
+            client.prefixes.match(model, asked.prompt, salt=asked.salt, layout=layout).token_count > 0
+        )
+        if not is_found:
+            if not self._role.saves:
+                return None
+            missed()
+        session, is_new = self._made(client, model, name, layout, new)
+        if is_new and is_found:
+            session = self._adopted(client, session, model, asked.prompt)
+        return session, is_new
+
+    def _find_handed(
+        self, client: Client, models: Sequence[CallerModel], asked: Asked, *, may_wait: bool
+    ) -> Opened | Coming | None:
+        """What another engine has put into its sessions; None where that is of no use here."""
+        handed = asked.handed
+        if handed is None:
+            return None
+        if handed.rank_count != len(models):
+            ranks = f"{handed.rank_count} ranks computed it, and this engine has {len(models)}"
+            problem = f"{ranks}: their blocks hold other heads; state=kv or hidden knows no ranks"
+            refused = InvalidArgument(field="kv_transfer_params", problem=problem)
+            self._misses.tell(handed.session_name, "not handed over", refused)
+            return None
+        sessions: list[SessionInfo] = []
+        for rank, model in enumerate(models):
+            name = handed.session_name
+            if rank:
+                name = f"sessions/{part_of(name.removeprefix('sessions/'), rank)}"
+            try:
+                session = client.sessions.get(name)
+                model.check(session)
+            except (SessionNotFound, ModelFingerprintMismatch, SessionMoved) as error:
+                self._misses.tell(name, "not handed over", error)
+                return None
+            if session.salt != asked.salt:
+                salted = InvalidArgument(field="cache_salt", problem="the prompt was computed under another")
+                self._misses.tell(name, "not handed over", salted)
+                return None
+            sessions.append(session)
+        there = min(session.token_count for session in sessions)
+        if may_wait and there < min(handed.token_count, len(asked.prompt) - 1):
+            return Coming(there, any(session.is_being_appended for session in sessions))
+        read = [self._read(client, model, session) for model, session in zip(models, sessions, strict=True)]
+        tokens = [ids for _, ids in read]
+        common = min(_common_count(ids, asked.prompt) for ids in tokens)
+        kept = common - common % self._unit_tokens
+        # A block that is not full is of use where all of it is there.
+        is_there = kept == common or all(len(ids) >= kept + self._unit_tokens for ids in tokens)
+        return _opened([session for session, _ in read], tokens, kept, common if is_there else kept)
+
+    def _wanted_count(self, prompt: Sequence[int]) -> int:
+        """Tokens of a prompt that can be of use: its last one is computed."""
+        count = len(prompt) - 1
+        return count - count % self._unit_tokens
 
     def _existing(self, client: Client, model: CallerModel, name: str, salt: bytes) -> SessionInfo | None:
         """The session of this name, where there is one, of this model and salt."""
@@ -179,6 +279,12 @@ class Lookup:
             # What others have may be full, damaged or gone by now. The new session exists, and is saved.
             self._misses.tell(session.name, "not shared", error)
             return session
+
+
+def _opened(
+    sessions: Sequence[SessionInfo], tokens: Sequence[Sequence[int]], kept: int, restorable: int
+) -> Opened:
+    return Opened(tuple(sessions), kept, tuple(tuple(ids[kept:]) for ids in tokens), restorable)
 
 
 def _common_count(saved: list[int], prompt: list[int]) -> int:

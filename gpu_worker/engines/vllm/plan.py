@@ -79,6 +79,8 @@ class Opened(NamedTuple):
     """Tokens of the prompt that all of them have."""
     ahead: tuple[tuple[int, ...], ...]
     """Token ids that each session has behind those. They stay unless the request's tokens differ."""
+    restorable_count: int
+    """Tokens of the prompt that can be restored: of a hand-over, those of a block that is not full too."""
 
     @property
     def name(self) -> str:
@@ -114,18 +116,23 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Sessions whose saves ended, and in how many ranks; and whether a rank's weights changed."""
+    """Sessions whose saves ended, and in how many ranks; and whether a rank's weights changed.
+
+    The first one says whether the engine has no other connector.
+    """
 
     saved: Mapping[str, int] = field(default_factory=dict)
     changed: str | None = None
     """The version of weights that are not loaded any more."""
+    is_alone: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both reports in one."""
         if not isinstance(other, StepReport):
             return self
         changed = self.changed if other.changed is None else other.changed
-        return StepReport(Counter(self.saved) + Counter(other.saved), changed)
+        is_alone = self.is_alone or other.is_alone
+        return StepReport(Counter(self.saved) + Counter(other.saved), changed, is_alone)
 
 
 # Each worker says how its blocks lie in memory, and vLLM brings that to the scheduler. MultiConnector gives

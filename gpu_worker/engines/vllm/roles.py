@@ -32,6 +32,12 @@ def role_of(config: "VllmConfig") -> Role:
     return Role(loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer)
 
 
+def is_alone(config: "VllmConfig") -> bool:
+    """Whether the engine has no other connector. Call it on a worker's side, see `check_outer`."""
+    outer = get_current_vllm_config_or_none()
+    return outer is not None and outer.kv_transfer_config is transfer_of(config)
+
+
 # Behind MultiConnector a connector has a configuration of its own, and vLLM goes by the outer one:
 #
 #     outer   kv_connector MultiConnector, kv_role, kv_load_failure_policy     what the scheduler does

@@ -1,4 +1,4 @@
-"""What a request says: its conversation's name, its salt, and its hints. Read once, as it arrives.
+"""What a request says: its conversation's name, its salt, its hints, its hand-over. Read once, as it arrives.
 
 Callers write it, over the network too, and vLLM checks little of it: any field may have any content. An error
 out of a connector's call would end the engine for everybody, so this module is the door: behind it there is
@@ -14,6 +14,8 @@ from vllm.logger import init_logger
 from ctxcache.client.types import HintAction
 from ctxcache.format.ids import Labels, checked_labels
 from gpu_worker.engines.names import session_id
+from gpu_worker.engines.vllm import handover
+from gpu_worker.engines.vllm.handover import HandOver
 from gpu_worker.engines.vllm.hints import HintTeller, hints_of
 from gpu_worker.engines.vllm.settings import labels_of
 
@@ -35,12 +37,16 @@ class Said:
     """What its session gets where the request makes it."""
     hints: tuple[HintAction, ...]
     """Those about its own conversation name no session."""
+    handed: HandOver | None
+    """Where another engine put the rows of its prompt."""
+    is_prefill: bool
+    """Whether another engine will go on with it."""
 
 
-def read(request: "Request", teller: HintTeller, labels: Labels = ()) -> Said | None:
+def read(request: "Request", teller: HintTeller, labels: Labels = (), target: str = "") -> Said | None:
     """What a request says; None for one that is to go without the store. Raises nothing.
 
-    `labels`: of every session, beside its own.
+    `labels`: of every session, beside its own. `target`: the store's address.
     """
     try:
         check_parameters(request)
@@ -49,6 +55,8 @@ def read(request: "Request", teller: HintTeller, labels: Labels = ()) -> Said | 
             _salt_of(request),
             _labels_of(request, labels),
             tuple(hints_of(request, teller)),
+            _handed_of(request, target),
+            is_prefill=bool((request.kv_transfer_params or {}).get("do_remote_decode")),
         )
     except Exception as error:  # noqa: BLE001  of whatever content, and however deep
         logger.warning("a request goes without the store, since its words are not understood: %.200r", error)
@@ -72,6 +80,15 @@ def _session_of(request: "Request") -> str:
         logger.warning("session_id: a %s is no name, and is left alone", type(named).__name__)
         return ""
     return f"sessions/{session_id(named)}" if named else ""
+
+
+def _handed_of(request: "Request", target: str) -> HandOver | None:
+    """The hand-over; one that is none costs a computed prompt, and no more."""
+    try:
+        return handover.read(request.kv_transfer_params or {}, target)
+    except ValueError as error:
+        logger.warning("a hand-over is left alone: %.200s", error)
+        return None
 
 
 def _labels_of(request: "Request", labels: Labels) -> Labels:

@@ -4,6 +4,7 @@ vLLM's scheduler thread alone calls it. Look-ups run in threads of their own. Wo
 `timeout_s` in all for a store that does not answer. Its load has what the look-up left of that time.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
 
 from ctxcache.client import CallerModel, Client, QueuedJob
 from ctxcache.client.types import HintAction
 from gpu_worker.engines.link import LOOKUP_PART
 from gpu_worker.engines.vllm.counts import Misses
+from gpu_worker.engines.vllm.handover import NO_TOKEN, HandOver
 from gpu_worker.engines.vllm.hints import HintTeller, WaitingQueue
-from gpu_worker.engines.vllm.lookup import Asked, Lookup
+from gpu_worker.engines.vllm.lookup import Asked, Coming, Lookup
 from gpu_worker.engines.vllm.plan import (
     ABSENT,
     BlockIds,
@@ -60,7 +63,9 @@ logger = init_logger("vllm.ctxcache")
 #        │          │ nothing found        │                        └ preempted: lost_blocks, resumed anew
 #        │          └► computed at once; its session is made meanwhile, and a later step saves its blocks
 #        │ the conversation's former request is being saved: asked again until SAVE_WAIT_S, while the
-#        └ store answers
+#        │ store answers
+#        │ another engine still saves it: looked up again until `restore_timeout_s`, while more comes
+#        └
 #
 #     finished ─► the worker saves to the end ─► reported by all ranks ─► the next request of it may begin
 LOOKUP_THREADS = 4
@@ -74,6 +79,11 @@ PRIORITY_STEP = 1 << 40
 """Places between two of vLLM's priorities: more than requests that arrive while one waits."""
 SAVE_WAIT_S = 5.0
 """How long a conversation's next request waits for the one before it to be saved, while the store answers."""
+ASK_PAUSE_S = 0.002
+"""Between two look-ups of what another engine still saves. It grows with the wait, to ASK_PAUSE_LIMIT_S."""
+ASK_PAUSE_LIMIT_S = 0.05
+ASK_PAUSE_PART = 0.05
+"""The pause's part of the wait."""
 
 
 @dataclass(slots=True)
@@ -88,18 +98,34 @@ class Followed:
     """When the present wait began: first for the saves of the request before it, then for its look-up."""
     place: int
     """Place among requests that wait: a smaller place is sooner."""
-    lookup: "Future[Opened | None] | None" = None
+    lookup: "Future[Opened | Coming | None] | None" = None
     """Each rank's session; None where a rank's session is not usable."""
     answered: "Future[None]" = field(default_factory=Future)
     """Done with the look-up, or when it finds nothing and has yet to make the session."""
     waited_s: float = 0.0
     """How long the look-up has held the request up."""
+    coming: Coming | None = None
+    """What another engine had saved of it at the last look-up, where it still saves."""
+    coming_since_s: float = 0.0
+    """When it was first found coming."""
+    came_s: float = 0.0
+    """When more of it had last come."""
+    asked_s: float = 0.0
+    """When it was last found coming."""
     is_open: bool = False
     """Whether the worker was told to save it."""
     load_begin: int = 0
     """The first token that is not in the engine's own cache."""
     saved_end: int = 0
     """Tokens of the prompt that the session has, and tokens that the worker was told to save."""
+    is_prefill: bool = False
+    """Whether another engine goes on with it."""
+
+    @property
+    def opened(self) -> Opened | None:
+        """Its sessions; None while they are not known, and where none is usable."""
+        found = self.lookup.result() if self.lookup is not None and self.lookup.done() else None
+        return found if isinstance(found, Opened) else None
 
 
 class SchedulerSide:
@@ -150,7 +176,10 @@ class SchedulerSide:
         self._own_hints: dict[str, tuple[str, list[HintAction]]] = {}
         """Sessions and hints of requests about their own conversations, by request id, until their tokens are
         saved."""
-        self._queue = WaitingQueue(f"vllm-{transfer_of(config).engine_id}")
+        self._engine_id = transfer_of(config).engine_id
+        self._queue = WaitingQueue(f"vllm-{self._engine_id}")
+        self._told_alone = False
+        """Whether a worker of another process has told that the engine has no other connector."""
         self._has_priorities = config.scheduler_config.policy == "priority"
         self._arrived_count = 0
 
@@ -158,19 +187,32 @@ class SchedulerSide:
         """A request came: begin to look its session up."""
         self._arrived_count += 1
         self.weights.look()
-        said = read(request, self.hints, self._settings.labels)
+        said = read(request, self.hints, self._settings.labels, self._settings.target)
         if said is None:
             return
         self._hinted(request.request_id, said)
         if not is_plain(request) or self.link.use() is None:
             return
         prompt = list(request.prompt_token_ids or ())
-        asked = Asked(said.session_name, said.salt, prompt, self._settings.prefixes, dict(said.labels))
+        if min(prompt) < 0:
+            # An id that no token has stands for what is not in a block, see NO_TOKEN.
+            return
+        asked = Asked(
+            said.session_name, said.salt, prompt, self._settings.prefixes, dict(said.labels), said.handed
+        )
         # The store finds no shorter prefix, so a session of its own would be of no use.
-        if not asked.session_name and (not asked.is_shared or len(asked.prompt) < KEYED_TOKENS):
+        is_of_use = asked.is_shared and len(asked.prompt) >= KEYED_TOKENS
+        if not asked.session_name and asked.handed is None and not is_of_use:
             return
         place = self._arrived_count + (request.priority * PRIORITY_STEP if self._has_priorities else 0)
-        followed = Followed(request, asked, asked.session_name, time.monotonic(), place)
+        followed = Followed(
+            request,
+            asked,
+            asked.session_name,
+            time.monotonic(),
+            place,
+            is_prefill=said.is_prefill or not self._role.loads,
+        )
         self._followed[request.request_id] = followed
         self._begin_lookup(followed)
 
@@ -186,7 +228,7 @@ class SchedulerSide:
         if lookup is not None and not lookup.done() and followed.answered.done():
             followed.load_begin = computed_count
             return 0
-        opened = lookup.result() if lookup is not None and lookup.done() else None
+        opened = followed.opened
         # Where another request of the conversation came first, the worker would hear of no load, and vLLM
         # would wait for one for ever.
         if opened is None or self._is_anothers(opened.name, request.request_id):
@@ -197,7 +239,9 @@ class SchedulerSide:
             return 0
         # At least one token is computed: its output is the answer's first.
         prompt_count = len(followed.asked.prompt)
-        usable = min(opened.token_count, prompt_count - 1) // self._block_tokens * self._block_tokens
+        usable = min(opened.restorable_count, prompt_count - 1)
+        if followed.asked.handed is None:
+            usable -= usable % self._block_tokens
         return max(0, usable - computed_count)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_count: int) -> None:
@@ -212,12 +256,13 @@ class SchedulerSide:
             return
         if external_count:
             begin = followed.load_begin
+            end = _whole(begin + external_count, self._unit_tokens)
             load = BlockLoad(
                 request.request_id,
                 opened.sessions,
                 begin,
-                begin + external_count,
-                self._block_ids(blocks, 0, begin + external_count),
+                end,
+                self._block_ids(blocks, 0, end),
                 answer_s=self._settings.answer_after_s(followed.waited_s),
             )
             self._plan.loads.append(load)
@@ -245,8 +290,8 @@ class SchedulerSide:
             self._scheduled(plan, output, request_id, computed_count, block_ids)
         return plan
 
-    def finished(self, request: "Request") -> None:
-        """A request ended, for whatever reason."""
+    def finished(self, request: "Request") -> dict[str, Any] | None:
+        """A request ended, for whatever reason. Returns the `kv_transfer_params` of its reply."""
         followed = self._leave(request.request_id)
         name, own_hints = self._own_hints.pop(request.request_id, ("", []))
         hints = tuple(own_hints)
@@ -254,7 +299,7 @@ class SchedulerSide:
             name = followed.session_name
         if followed is None or not followed.is_open or not self._role.saves:
             self.hints.tell(hints, name)
-            return
+            return None
         unsent = [opened for opened in self._plan.opened if opened.name == name]
         if unsent or self._saving.get(name) != request.request_id:
             self.hints.tell(hints, name)
@@ -264,6 +309,33 @@ class SchedulerSide:
             self._saving.pop(name, None)
         elif self._saving.get(name) == request.request_id:
             self._tell_worker(Finished(name, hints))
+            return self._parameters(followed)
+        return None
+
+    def _parameters(self, followed: Followed) -> dict[str, Any] | None:
+        """What an engine needs that goes on with a request; None where none does, or nothing was saved."""
+        request, count = followed.request, len(followed.asked.prompt)
+        if not self._settings.saved.is_portable:
+            count = min(count, followed.saved_end)
+        if not (followed.is_prefill and is_answered(request) and count):
+            return None
+        handed = HandOver(followed.session_name, count, self._rank_count)
+        parameters = handed.parameters(self._settings.target)
+        if self._is_alone:
+            parameters |= {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_engine_id": self._engine_id,
+                "remote_request_id": request.request_id,
+                "remote_num_tokens": count,
+            }
+        return parameters
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the engine has no other connector, as far as a worker has told."""
+        worker = WORKERS.get(self._worker_key)
+        return worker.is_alone if worker is not None else self._told_alone
 
     def reported(self, output: "KVConnectorOutput") -> None:
         """Take the worker's report after a step."""
@@ -271,6 +343,7 @@ class SchedulerSide:
         if isinstance(report, StepReport):
             if report.changed is not None:
                 self.weights.changed(report.changed)
+            self._told_alone |= report.is_alone
             self._saved_counts.update(report.saved)
             for name in report.saved:
                 if self._saved_counts[name] >= self._rank_count:
@@ -341,19 +414,25 @@ class SchedulerSide:
             return
         # The ids of tokens that the step before this one draws may not be known yet.
         filled_count = computed_count + output.num_scheduled_tokens[request_id]
-        end = min(filled_count, followed.request.num_tokens) // self._block_tokens
-        begin = followed.saved_end // self._block_tokens
+        end = min(filled_count, followed.request.num_tokens) // self._block_tokens * self._block_tokens
+        ids = followed.request.all_token_ids
+        if filled_count >= len(followed.asked.prompt) and self._hands_over(followed):
+            end = _whole(len(followed.asked.prompt), self._block_tokens)
+            ids = [*followed.asked.prompt, *[NO_TOKEN] * (end - len(followed.asked.prompt))]
+        begin = followed.saved_end // self._block_tokens * self._block_tokens
         if begin < end:
-            begin, end = begin * self._block_tokens, end * self._block_tokens
             block_ids = self._block_ids(self.blocks_of(request_id), begin, end)
             counts = [(end - begin) // tokens for tokens in self._group_tokens]
             if any(ABSENT in ids for ids in block_ids) or [*map(len, block_ids)] != counts:
                 # The engine's own cache had these tokens, but of a window only the last ones.
                 self._end_saving(plan, followed)
                 return
-            ids = followed.request.all_token_ids[begin:end]
-            plan.saves.append(BlockSave(followed.session_name, begin, block_ids, tuple(ids)))
+            plan.saves.append(BlockSave(followed.session_name, begin, block_ids, tuple(ids[begin:end])))
             followed.saved_end = end
+
+    def _hands_over(self, followed: Followed) -> bool:
+        """Whether a request ends with its prompt, and another engine goes on with it."""
+        return followed.is_prefill and followed.request.max_tokens == 1
 
     def _end_saving(self, plan: StepPlan, followed: Followed) -> None:
         """Save no more of a request."""
@@ -362,9 +441,12 @@ class SchedulerSide:
             plan.finished.append(Finished(followed.session_name))
 
     def _block_ids(self, blocks: "KVCacheBlocks", begin: int, end: int) -> BlockIds:
-        """The ids of the blocks of tokens `[begin, end)`, by group."""
+        """The ids of the blocks of tokens `[begin, end)`, by group. The last one need not be full."""
         return tuple(
-            tuple(ABSENT if one.is_null else one.block_id for one in group[begin // tokens : end // tokens])
+            tuple(
+                ABSENT if one.is_null else one.block_id
+                for one in group[begin // tokens : _whole(end, tokens) // tokens]
+            )
             for group, tokens in zip(blocks.blocks, self._group_tokens, strict=True)
         )
 
@@ -383,7 +465,7 @@ class SchedulerSide:
         The first call that finds them tells the worker of them, in the plan.
         """
         request_id = followed.request.request_id
-        opened = followed.lookup.result() if followed.lookup is not None and followed.lookup.done() else None
+        opened = followed.opened
         if opened is None or followed.is_open:
             return opened
         followed.session_name = opened.name
@@ -416,24 +498,52 @@ class SchedulerSide:
                 saved = worker.ending_of(followed.session_name) if worker is not None else None
                 self._wait_shortly(saved or Future())
             return True
-        if (
-            followed.answered.done()
-            or waited_s >= LOOKUP_PART * self._settings.timeout_s
-            or not self.link.answers(followed.since_s, self._settings.answer_s)
-        ):
+        if not followed.answered.done():
+            is_patient = waited_s < LOOKUP_PART * self._settings.timeout_s
+            if not is_patient or not self.link.answers(followed.since_s, self._settings.answer_s):
+                return False
+            self._wait_shortly(followed.answered)
+            if not followed.answered.done():
+                followed.waited_s = time.monotonic() - followed.since_s
+                return True
+        found = followed.lookup.result() if followed.lookup.done() else None
+        return isinstance(found, Coming) and self._is_coming(followed, found)
+
+    def _is_coming(self, followed: Followed, found: Coming) -> bool:
+        """Whether a request may wait for what another engine still saves; looks it up again after a pause."""
+        now_s = time.monotonic()
+        is_anothers = self._is_anothers(followed.session_name, followed.request.request_id)
+        if is_anothers or not self.link.answers(followed.since_s, self._settings.answer_s):
             return False
-        self._wait_shortly(followed.answered)
-        if followed.answered.done():
-            return False
-        followed.waited_s = time.monotonic() - followed.since_s
+        if followed.coming is None:
+            followed.coming_since_s = now_s
+        if found is not followed.coming:
+            # An open append is a sign of life too: a large piece may take long.
+            if followed.coming is None or found.is_being_appended or found != followed.coming:
+                followed.came_s = now_s
+            followed.coming, followed.asked_s = found, now_s
+        waited_s = now_s - followed.coming_since_s
+        pause_s = min(max(ASK_PAUSE_S, ASK_PAUSE_PART * waited_s), ASK_PAUSE_LIMIT_S)
+        if now_s - followed.asked_s >= pause_s:
+            self._begin_lookup(followed)
+        elif self._is_idle:
+            self._wait_shortly(Future(), pause_s)
         return True
 
-    def _wait_shortly(self, answer: "Future[Any]") -> None:
+    def _may_wait(self, followed: Followed) -> bool:
+        """Whether a request may wait longer for what another engine still saves."""
+        if followed.coming is None:
+            return True
+        now_s = time.monotonic()
+        is_quiet = now_s - followed.came_s >= self._settings.timeout_s
+        return not is_quiet and now_s - followed.coming_since_s < self._settings.restore_timeout_s
+
+    def _wait_shortly(self, answer: "Future[Any]", limit_s: float = math.inf) -> None:
         """Wait for a thread's answer, while this step may: many requests may wait for a store that hangs."""
         # A loop that asks again and again would keep the interpreter from the threads that look up and save.
         if self._patience_s > 0 and not answer.done():
             begun_s = time.monotonic()
-            wait([answer], self._patience_s)
+            wait([answer], min(self._patience_s, limit_s))
             self._patience_s -= time.monotonic() - begun_s
 
     def _leave(self, request_id: str) -> Followed | None:
@@ -455,19 +565,30 @@ class SchedulerSide:
     def _begin_lookup(self, followed: Followed) -> None:
         if followed.session_name not in self._saving:
             followed.since_s = time.monotonic()
+            answered = followed.answered = Future()
             followed.lookup = self._threads.submit(self._look_up, followed)
+            # Behind the look-up's own end: who is woken by the answer finds the look-up done.
+            followed.lookup.add_done_callback(
+                lambda _lookup: None if answered.done() else answered.set_result(None)
+            )
 
-    def _look_up(self, followed: Followed) -> Opened | None:
+    def _look_up(self, followed: Followed) -> Opened | Coming | None:
         """The look-up, as its thread runs it. See `Followed.lookup`."""
 
         def missed() -> None:
             if not followed.answered.done() and self._can_wait(followed.request):
                 followed.answered.set_result(None)
 
-        def look(client: Client, model: CallerModel) -> Opened | None:
+        def look(client: Client, model: CallerModel) -> Opened | Coming | None:
             try:
-                opened = self._lookup.find(client, tuple(self._models), followed.asked, missed)
-                if opened is not None:
+                opened = self._lookup.find(
+                    client,
+                    tuple(self._models),
+                    followed.asked,
+                    missed,
+                    may_wait=self._may_wait(followed),
+                )
+                if isinstance(opened, Opened):
                     beyond = max(0, len(followed.asked.prompt) - opened.token_count)
                     request_id = followed.request.request_id
                     job = QueuedJob(request_id, opened.name, beyond, position=followed.place)
@@ -477,12 +598,8 @@ class SchedulerSide:
                 raise
             return opened
 
-        try:
-            # A call may raise anything: a request's tokens, id and place come from its caller.
-            return self.link.call(look, None)
-        finally:
-            if not followed.answered.done():
-                followed.answered.set_result(None)
+        # A call may raise anything: a request's tokens, id and place come from its caller.
+        return self.link.call(look, None)
 
     def _can_wait(self, request: "Request") -> bool:
         """Whether what a request computes can be saved by a later step than the one that computes it.
@@ -492,6 +609,16 @@ class SchedulerSide:
         """
         is_kept = not self._settings.saved.is_portable and not self._has_windows
         return is_kept and request.max_tokens >= LATE_ANSWER_TOKENS
+
+
+def _whole(count: int, unit: int) -> int:
+    """The least multiple of a unit that is no less."""
+    return -(-count // unit) * unit
+
+
+def is_answered(request: "Request") -> bool:
+    """Whether a request that ended has its answer: it was neither aborted nor refused."""
+    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 def _no_blocks(request_id: str) -> "KVCacheBlocks":

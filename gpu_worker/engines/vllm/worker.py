@@ -31,7 +31,7 @@ from gpu_worker.engines.vllm.hidden_rows import HiddenRows
 from gpu_worker.engines.vllm.hints import HintTeller
 from gpu_worker.engines.vllm.pass_rows import KvRows, model_with
 from gpu_worker.engines.vllm.plan import BlockLayout, BlockLoad, BlockSave, Opened, StepPlan, Writing
-from gpu_worker.engines.vllm.roles import transfer_of
+from gpu_worker.engines.vllm.roles import is_alone, transfer_of
 from gpu_worker.engines.vllm.settings import ConnectorSettings, SavedState, link_for, streams_of, unit_tokens
 from gpu_worker.engines.vllm.weights import first_version
 from gpu_worker.errors import ModelChanged
@@ -125,6 +125,9 @@ class WorkerSide:
         self._watch: WeightsWatch | None = None
         self.link = link_for(config, patient, self.layouts, lambda: self._version)
         self._rank = config.parallel_config.rank
+        self.is_alone = is_alone(config)
+        """Whether the engine has no other connector."""
+        self._has_told_alone = False
         self._names: dict[str, str] = {}
         """This rank's sessions, by the names that messages give them."""
         self.hints = HintTeller(self.link)
@@ -247,6 +250,11 @@ class WorkerSide:
             saved |= self._not_saved
             self._not_saved = set()
         return saved
+
+    def take_alone(self) -> bool:
+        """`is_alone`, at the first call; False from then on."""
+        is_told, self._has_told_alone = self._has_told_alone, True
+        return self.is_alone and not is_told
 
     def close(self) -> None:
         """Save what is still in staging, then end the threads and the connection."""
