@@ -13,6 +13,8 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 from server_process import ServerProcess
 
+from ctxcache.core.ledger.work import Work
+
 # The same examples in every run, and no example fails for being slow on a busy machine. In spite of
 # `derandomize` hypothesis also draws numbers that it reads in the code of all modules imported so far: a test
 # would have other examples beside other files than alone. Hypothesis has no setting for this.
@@ -41,6 +43,13 @@ def log_level() -> Iterator[None]:
     """Give back the level of logs, which a reload of settings changes for the whole process."""
     yield
     logging.getLogger().setLevel(logging.WARNING)
+
+
+@pytest.fixture
+def work() -> Iterator[Work]:
+    """A work that begins and ends with the test."""
+    with Work() as begun:
+        yield begun
 
 
 @pytest.fixture(scope="session")

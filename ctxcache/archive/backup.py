@@ -39,6 +39,7 @@ from ctxcache.cache.eviction import record_of
 from ctxcache.cache.state import GENERATION_BITS
 from ctxcache.core import ranges
 from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.work import Work
 from ctxcache.errors import CorruptSegment, TooManyRequests
 from ctxcache.format.streams import contents_within
 from ctxcache.storage.metadata.base import SessionRecord
@@ -191,6 +192,11 @@ class _Backup:
         """A session's state on SSD now; None when the session is gone."""
         # Others have their turn among many small sessions, too.
         await asyncio.sleep(0)
+        # A work of its own: a backup of hours keeps no session awake that is done.
+        with Work():
+            return await self._captured(uid, done)
+
+    async def _captured(self, uid: bytes, done: InArchive) -> "_Captured | None":
         session = self._state.ledger.get(uid)
         if session is None:
             return None

@@ -33,6 +33,7 @@ from ctxcache.cache.token_leases import TokenLeases
 from ctxcache.core.ledger.places import Backlog
 from ctxcache.core.ledger.segment import Segment, Shelf
 from ctxcache.core.ledger.session import Expiration, Session
+from ctxcache.core.ledger.work import Work, current_work
 from ctxcache.core.limits import (
     DEFAULT_LIMITS,
     DEFAULT_QUEUE_LIMITS,
@@ -179,6 +180,10 @@ class Cache:
         Raises CorruptMetadata, CapacityExceeded (no room to open the records for writing), and
         DataDirectoryUnusable when records name an SSD path that is not there.
         """
+        with Work():
+            await self._load(last_used)
+
+    async def _load(self, last_used: int) -> None:
         # Before the records: sessions on a lost path are recalled as far as they can be had.
         self.devices.note()
         loaded = load(self.state, self._metadata, last_used)
@@ -208,13 +213,15 @@ class Cache:
         So is what SSD has no free room for and is not worth its place there, the best kept first. Raises the
         first failure when everything else is done.
         """
-        dirty = self._worth_keeping()
-        results = await self._flush_all(dirty, at_a_time=PARALLEL_FLUSHES)
-        # A flush under way makes no room for others: sessions that found none are flushed one by one.
-        again = [s for s, result in results.items() if isinstance(result, CapacityExceeded)]
-        results |= await self._flush_all(again, at_a_time=1)
-        # Behind the flushes, which write access times too.
-        saved = await asyncio.gather(self.sessions.save_access_times(is_last=True), return_exceptions=True)
+        with Work():
+            dirty = self._worth_keeping()
+            results = await self._flush_all(dirty, at_a_time=PARALLEL_FLUSHES)
+            # A flush under way makes no room for others: sessions that found none are flushed one by one.
+            again = [s for s, result in results.items() if isinstance(result, CapacityExceeded)]
+            results |= await self._flush_all(again, at_a_time=1)
+            # Behind the flushes, which write access times too.
+            save = self.sessions.save_access_times(is_last=True)
+            saved = await asyncio.gather(save, return_exceptions=True)
         await self.drain()
         self.io.close()
         for result in (*results.values(), *saved):
@@ -248,6 +255,8 @@ class Cache:
         self, sessions: Sequence[Session], *, at_a_time: int, is_last: bool = True
     ) -> dict[Session, BaseException | None]:
         results: list[BaseException | None] = []
+        for session in sessions:
+            current_work().on(session)
         # `is_last`: the metadata keeps a part of its room for the end, so that a full disk loses nothing
         # acknowledged.
         for begin in range(0, len(sessions), at_a_time):

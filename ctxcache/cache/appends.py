@@ -21,6 +21,7 @@ from ctxcache.cache.state import Call, State
 from ctxcache.core.ledger.places import Use
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Piece, Session, SessionView
+from ctxcache.core.ledger.work import current_work
 from ctxcache.core.limits import Pinner
 from ctxcache.core.prefix.keys import BLOCK_TOKENS
 from ctxcache.errors import (
@@ -356,6 +357,8 @@ class Appends:
         """Make the committed tokens durable. Raises CapacityExceeded, TierFailure, SessionNotFound."""
         if self._state.journal.listening is not None:
             self._state.journal.did(Call.FLUSH, reservation.session)
+        # Its writer may be done, and kept it until then.
+        current_work().on(reservation.session)
         await self._flushing.flush(reservation.session)
 
     def mark_written(

@@ -24,6 +24,7 @@ from ctxcache.cache.state import State
 from ctxcache.core.ledger.ledger import Drop, GiveUp
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.work import current_work
 from ctxcache.core.limits import Bound, Budget, Limits, Pinner, RoomRequest, WaitingLine
 from ctxcache.core.placement.shares import EVERYONE
 from ctxcache.errors import CapacityExceeded, CorruptSegment, SessionNotFound, TooManyRequests
@@ -280,6 +281,7 @@ class MemoryRoom:
         """
         victim = self._ledger.unwritten.coldest(accepts, among)
         if victim is not None:
+            current_work().on(victim)
             # A flush cuts rows that it finds to be bad, and a cut makes room as well.
             with suppress(SessionNotFound, CorruptSegment):
                 await self._clean(victim, among)

@@ -68,7 +68,10 @@ class Copying:
             await asyncio.sleep(0)
             if not self._write_behind.allowance.is_left(self._state.clock.monotonic_ns()):
                 return
-            some = lacking[begin : begin + SEGMENTS_PER_COMMIT]
+            # One that lacks none by now may be of a session that sleeps.
+            some = [
+                s for s in lacking[begin : begin + SEGMENTS_PER_COMMIT] if s in self._ledger.copies.single
+            ]
             # It runs to its end: no slot is given back while a device writes to it.
             if not await asyncio.shield(self._background.start(self._copy_some(some))):
                 return

@@ -117,7 +117,10 @@ class Devices:
         self._is_reckoned = True
         count = 0
         lost = set(self._ledger.lost.paths)
-        for session in chain(list(self._ledger.listing()), self._ledger.sleep.wake_on(lost)):
+        by_uid = self._ledger.names.by_uid
+        # Asked for when its turn comes: it may be gone by then, or asleep.
+        known = filter(None, map(by_uid.get, list(by_uid)))
+        for session in chain(known, self._ledger.sleep.wake_on(lost)):
             if not session.is_gone:
                 self._ledger.lost.reckon(session)
                 count += 1 + len(session.segments)

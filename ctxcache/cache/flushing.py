@@ -25,6 +25,7 @@ from ctxcache.cache.state import Background, State
 from ctxcache.core.ledger.places import Place, Use
 from ctxcache.core.ledger.segment import LISTED, Segment
 from ctxcache.core.ledger.session import Session
+from ctxcache.core.ledger.work import current_work
 from ctxcache.core.limits import Allowance
 from ctxcache.errors import CorruptSegment, SessionNotFound, TierFailure
 from ctxcache.format.layout import Slot
@@ -655,8 +656,11 @@ class WriteBehind:
 
     async def _due(self) -> AsyncGenerator[DueFlush]:
         begun_ns = self._state.clock.monotonic_ns()
-        for session in list(self._ledger.unwritten.changed.values()):
+        for uid in list(self._ledger.unwritten.changed):
             await self._look()
+            session = self._ledger.unwritten.changed.get(uid)
+            if session is None:
+                continue
             # The moment the turn began: an allowance that refills during a long turn would make it endless.
             if not self.allowance.is_left(begun_ns):
                 return
@@ -707,6 +711,7 @@ class WriteBehind:
         return self._staging.spares(session, self._under_way_bytes)
 
     def _take(self, session: Session, *, is_tail_left: bool) -> DueFlush:
+        current_work().on(session)
         self._ledger.unwritten.taken(session)
         segments = self._ledger.unwritten.segments(session)
         tail = session.growing_tail if is_tail_left else None

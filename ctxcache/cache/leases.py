@@ -418,7 +418,7 @@ class Leases:
         # A list is made first, since `release` changes the table.
         for lease in [held for held in self._leases.values() if held.deadline_ns <= now_ns]:
             self.release(lease.lease_id)
-            session = self._ledger.get(lease.view.uid)
+            session = self._ledger.names.by_uid.get(lease.view.uid)
             if session is not None:
                 detail = f"read: a lease was not released within {LEASE_LIFETIME_NS // SECOND_NS} s"
                 self._state.journal.happened(session, Event.TIMEOUT, detail=detail)

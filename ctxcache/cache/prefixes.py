@@ -268,7 +268,7 @@ class Prefixes:
             # A dormant session shares nothing.
             is_dormant = self._ledger.sleep.dormant.named(tenant, session_id) is not None
             is_hidden = is_dormant or session_id.startswith(GUESTS)
-            session = None if is_hidden else self._ledger.named(tenant, session_id)
+            session = None if is_hidden else self._ledger.glance(tenant, session_id)
             first = session.segments[0] if session and session.segments else None
             if session and first and first.reference_count > 1 and first.segment_id not in shared:
                 shared[first.segment_id] = self._shared_prefix(session)

@@ -33,6 +33,7 @@ from ctxcache.core.history import ENDS, Event, History, Miss, Requests
 from ctxcache.core.ledger.ledger import Below, Ledger
 from ctxcache.core.ledger.segment import Segment, Shelf
 from ctxcache.core.ledger.session import BLOCKS, Session, SessionView
+from ctxcache.core.ledger.work import current_work
 from ctxcache.core.limits import DEFAULT_LIMITS, DEFAULT_WATERMARKS, Limits, Watermarks
 from ctxcache.core.observations import Observations
 from ctxcache.core.placement.policy import Ranked
@@ -132,7 +133,7 @@ class State:
             seen=self.seen,
             wishes=self,
         )
-        self.journal = Journal(clock, self.ledger.named)
+        self.journal = Journal(clock, self.ledger.glance)
         self.models: dict[tuple[str, str], ModelRecord] = {}
         self.model_ids: dict[str, list[str]] = {}
         """Model ids of each tenant, in order."""
@@ -213,8 +214,11 @@ class Background:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, move: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Begin a move; its failure is for whoever waits for it, and for nobody else."""
-        task = asyncio.get_running_loop().create_task(move)
+        """Begin a move; its failure is for whoever waits for it, and for nobody else.
+
+        It is a part of the caller's work.
+        """
+        task = part_of_work(move)
         # The loop itself keeps no reference to a task: one that nobody holds may be collected midway.
         self._tasks.add(task)
         task.add_done_callback(self._end)
@@ -233,6 +237,14 @@ class Background:
         error = None if move.cancelled() else move.exception()
         if error is not None and not isinstance(error, CacheError):
             log.error("move_broken", exc_info=error)
+
+
+def part_of_work(what: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """A task that is a part of the caller's work, which does not end before it."""
+    work = current_work().join()
+    task = asyncio.get_running_loop().create_task(what)
+    task.add_done_callback(lambda _: work.leave())
+    return task
 
 
 async def in_window(moves: Iterable[Callable[[], "asyncio.Task[None]"]], count: int) -> None:

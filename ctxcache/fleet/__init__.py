@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from ctxcache.cache import Cache
+from ctxcache.cache.state import part_of_work
 from ctxcache.client.credentials import ClientTls, OwnTokenFile
 from ctxcache.core.fleet.claims import Busy, Claims, FleetFacts, Left, Loss, Verdict
 from ctxcache.core.fleet.heads import NODES, ForeignObject, Name, NodeRecord, Secret
@@ -31,6 +32,7 @@ from ctxcache.core.fleet.register import NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.session import Expiration, Session
+from ctxcache.core.ledger.work import Work, at_work
 from ctxcache.errors import (
     CacheError,
     InvalidArgument,
@@ -164,7 +166,7 @@ class Fleet:
         self.claims.address = address
         try:
             await self._prove()
-            await self.claims.beat()
+            await at_work(self.claims.beat())
             # The probe may have taken longer than beats may fail.
             self._heard_s = time.monotonic()
         except NoAnswer as error:
@@ -209,7 +211,7 @@ class Fleet:
             await asyncio.sleep(self._beat_s)
             try:
                 await self._prove()
-                if not await self.claims.beat():
+                if not await at_work(self.claims.beat()):
                     log.error("fleet_superseded node=%s", self.claims.node)
                     self.superseded.set()
                     return
@@ -241,7 +243,8 @@ class Fleet:
             await asyncio.sleep(PUBLISH_INTERVAL_S)
             names = [name for name in self.claims.private() if name not in self._settling]
             for begin in range(0, len(names), ANNOUNCED_AT_ONCE):
-                heard = await asyncio.gather(*map(self._announce, names[begin : begin + ANNOUNCED_AT_ONCE]))
+                some = names[begin : begin + ANNOUNCED_AT_ONCE]
+                heard = await asyncio.gather(*(at_work(self._announce(name)) for name in some))
                 # Where there is no answer, all the others do not ask again at once.
                 if not all(heard):
                     break
@@ -250,17 +253,19 @@ class Fleet:
         while True:
             await asyncio.sleep(FORGET_INTERVAL_S)
             try:
-                await self.claims.reclaim()
+                await at_work(self.claims.reclaim())
             except (NoAnswer, ForeignObject) as error:
                 log.warning("fleet_not_reclaimed error=%s", error)
             names = self.claims.names()
             for begin in range(0, len(names), FORGOTTEN_PER_SLICE):
                 some = names[begin : begin + FORGOTTEN_PER_SLICE]
                 gone = [n for n in some if self._session(n) is None and n not in self._settling]
-                await self._bury_expired(gone)
+                await at_work(self._bury_expired(gone))
                 self.claims.forget(n for n in gone if self._session(n) is None and n not in self._settling)
                 await asyncio.sleep(0)
-            for uid in [uid for uid in self._former if not self.has_guest(uid)]:
+            with Work():
+                ended = [uid for uid in self._former if not self.has_guest(uid)]
+            for uid in ended:
                 self._former.pop(uid, None)
             self._guest_of = {name: uid for name, uid in self._guest_of.items() if uid in self._former}
 
@@ -374,7 +379,8 @@ class Fleet:
         """Settle a name; those who ask for one meanwhile wait for the same answer."""
         task = self._settling.get(name)
         if task is None:
-            task = self._settling[name] = asyncio.get_running_loop().create_task(self._settled(name))
+            settled = at_work(self._settled(name))
+            task = self._settling[name] = asyncio.get_running_loop().create_task(settled)
             task.add_done_callback(lambda _: self._settling.pop(name, None))
         # Whoever goes away ends no one else's wait.
         return await asyncio.shield(task)
@@ -496,7 +502,8 @@ class Fleet:
     # -- copies: see `core.fleet.claims.Copies` ------------------------------------------------------
 
     def _session(self, name: Name) -> Session | None:
-        session = self._cache.ledger.named(*name)
+        """A session that has not expired, to be looked at."""
+        session = self._cache.ledger.glance(*name)
         now_ns = self._cache.state.clock.now_ns()
         return None if session is None or session.expire_time_ns <= now_ns else session
 
@@ -520,8 +527,8 @@ class Fleet:
 
     def retire(self, name: Name) -> None:
         """See Copies."""
-        session = self._session(name)
-        if session is None:
+        session = self._cache.ledger.named(*name)
+        if session is None or self._session(name) is None:
             return
         # A writer learns at its next commit. It may still write to its slots: others get them later.
         for reservation in list(self._cache.appends.reservations()):
@@ -652,7 +659,7 @@ class Fleet:
             log.warning("guest_not_recorded error=%s", error)
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = part_of_work(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 

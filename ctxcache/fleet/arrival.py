@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 
 from ctxcache.cache import Cache
 from ctxcache.core.fleet.register import NoAnswer
+from ctxcache.core.ledger.work import at_work
 from ctxcache.errors import CacheError, ChecksumMismatch
 from ctxcache.fleet.sources import STRETCH_TOKENS, Source, Stretch
 from ctxcache.identity import ArenaGrant
@@ -164,7 +165,7 @@ class Arrival:
         if self._is_over:
             work.close()
         self._check_wanted()
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(at_work(work), self._loop)
         self._is_ours = True
         try:
             while not wait([future], HEARD_INTERVAL_S).done:

@@ -35,6 +35,7 @@ from ctxcache.core.fleet.register import NoAnswer
 from ctxcache.core.fleet.shared import Part, indexes, landed, still_right, to_put
 from ctxcache.core.fleet.tenure import Tenure
 from ctxcache.core.ledger.session import GUESTS, Session
+from ctxcache.core.ledger.work import at_work
 from ctxcache.core.limits import Pinner
 from ctxcache.core.ranges import Range, Ranges
 from ctxcache.errors import CacheError, SessionMoved, SessionNotFound, Unavailable
@@ -129,7 +130,8 @@ class Sharing:
             now = time.monotonic()
             due = [name for name, at in self._due.items() if at <= now]
             for begin in range(0, len(due), AT_ONCE):
-                heard = await asyncio.gather(*map(self._share_unasked, due[begin : begin + AT_ONCE]))
+                some = due[begin : begin + AT_ONCE]
+                heard = await asyncio.gather(*(at_work(self._share_unasked(name)) for name in some))
                 # Where the bucket is silent, all the others do not ask it again at once.
                 if not all(heard):
                     break
@@ -441,7 +443,7 @@ def _write(transfer: ReadTransfer, writer: FrameWriter, loop: asyncio.AbstractEv
     """In a thread: the frames of a read, as another host would get them."""
 
     def wait(work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result(THREAD_TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(at_work(work), loop).result(THREAD_TIMEOUT_S)
 
     writer.write(SocketFrameKind.READ_HEADER, transfer.header.SerializeToString())
     for message, data in chunks(transfer, wait):

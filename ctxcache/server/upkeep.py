@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVarTuple
 
 from ctxcache.cache import Cache
+from ctxcache.core.ledger.work import at_work
 from ctxcache.core.placement.policy import Policy
 from ctxcache.errors import CacheError, CorruptMetadata, SessionNotFound
 from ctxcache.runtime.files import read_facts, write_facts
@@ -99,7 +100,8 @@ class Upkeep:
 
     async def write_behind(self) -> bool:
         """Write behind their writers' backs what is full, old or too much."""
-        return await self._cache.write_behind.turn(self._try)
+        # One work for the whole turn: it hands sessions from one step to the next.
+        return await at_work(self._cache.write_behind.turn(self._try))
 
     async def join(self) -> bool:
         """Make one long segment of many short ones."""
@@ -161,7 +163,7 @@ class Upkeep:
         """Do it; returns whether it went well."""
         name = step.__name__
         try:
-            await step(*arguments)
+            await at_work(step(*arguments))
         except SessionNotFound:
             # It was deleted meanwhile, or evicted to make room.
             return True

@@ -32,6 +32,7 @@ from ctxcache.cache.held_rows import Bounce, Lent, Summed
 from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.cache.reservations import Room
 from ctxcache.cache.scrubbing import TRIES
+from ctxcache.core.ledger.work import at_work
 from ctxcache.core.limits import Bound
 from ctxcache.errors import (
     CacheError,
@@ -494,7 +495,7 @@ class BulkConnection:
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
         # The thread waits for the loop, and never the loop for a thread.
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(at_work(work), self._loop).result()
 
     @contextlib.contextmanager
     def _closing(self, close: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:

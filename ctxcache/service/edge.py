@@ -23,18 +23,20 @@ from collections.abc import (
     Iterable,
     Mapping,
 )
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from ctxcache.core.ledger.work import Work, at_work
 from ctxcache.errors import CacheError, DeadlineExceeded, Draining, InvalidArgument
 from ctxcache.runtime.memory import refused_memory
 from ctxcache.runtime.spans import Spans
 from ctxcache.service.admission import (
     CANCELLED,
+    FOLLOWED,
     KEPT_OPEN,
     OK,
     STREAMS,
@@ -72,6 +74,7 @@ WATCH_GRACE_S = 0.2
 PUBLIC_LIMIT = 256
 """Rpcs of health and reflection at a time: nobody is asked who they are."""
 PUBLIC_ARRIVALS_LIMIT = 8
+NOTHING = nullcontext()
 Decoder: TypeAlias = Callable[[bytes], Any]
 
 
@@ -192,6 +195,7 @@ class Edge(grpc.GenericRpcHandler):
             is_stream=handler.request_streaming,
             begins_whole=method in STREAMS,
             is_anybodys=not is_own,
+            is_lasting=method in (*KEPT_OPEN, *FOLLOWED),
             newcomers=self._newcomers,
             line=self._line,
         )
@@ -257,18 +261,21 @@ class _Rpc:
         is_stream: bool,
         begins_whole: bool,
         is_anybodys: bool,
+        is_lasting: bool,
         newcomers: Newcomers,
         line: Line,
     ) -> None:
         """`begins_whole`: an rpc with a stream of requests is not counted before the first of them is there.
 
         `is_anybodys`: callers are not asked who they are; each message of a stream has to come in time.
+        `is_lasting`: a stream that lasts as long as an engine.
         """
         self._behaviour, self._read, self._admission = behaviour, read, admission
         self._let_in, self._timer, self._arrivals = let_in, timer, arrivals
         self._stall_timeout_s = stall_timeout_s
         self._newcomers, self._line, self._usage = newcomers, line, line.usage
         self._is_stream, self._begins_whole, self._is_anybodys = is_stream, begins_whole, is_anybodys
+        self._is_lasting = is_lasting
 
     async def answer_once(self, _: object, context: Context) -> Any:
         """With one response."""
@@ -287,7 +294,7 @@ class _Rpc:
             try:
                 await self._line.stand(tenant)
                 # Charged by what it takes of the loop, step by step.
-                response = await self._usage.metered(tenant, self._carry_out(request, context))
+                response = await self._usage.metered(tenant, at_work(self._carry_out(request, context)))
                 if isinstance(response, bytes):
                     # Bytes of an answer cost gRPC's threads processor time.
                     self._usage.charge(tenant, len(response))
@@ -317,11 +324,12 @@ class _Rpc:
             tenant, caller = self._tenant(context, begun_ns), current()
             request = await self._request(incoming, context)
             # Closed here and now when the client goes away: what the rpc holds ends with it.
-            with admission.enter(tenant):
+            with admission.enter(tenant), self._work():
                 await self._line.stand(tenant)
                 asked = request if self._is_stream else _one(self._read, request)
-                async with aclosing(self._behaviour(asked, context)) as responses:
-                    while (response := await self._usage.metered(tenant, anext(responses, None))) is not None:
+                responses = self._behaviour(asked, context)
+                try:
+                    while (response := await self._usage.metered(tenant, self._next(responses))) is not None:
                         # A stream lasts: the caller may have been revoked since its last message.
                         caller.check()
                         await _send(context, response, self._stall_timeout_s)
@@ -330,6 +338,8 @@ class _Rpc:
                             await admission.turns.take()
                         else:
                             await self._line.stand(tenant)
+                finally:
+                    await at_work(responses.aclose())
             end = OK
         except grpc.aio.BaseError:
             # The client is gone, which gRPC finds out for itself.
@@ -354,6 +364,14 @@ class _Rpc:
         tenant = self._let_in(context).tenant
         self._usage.come(tenant)
         return tenant
+
+    def _work(self) -> AbstractContextManager[object]:
+        return NOTHING if self._is_lasting else Work()
+
+    def _next(self, responses: AsyncGenerator[Any]) -> Awaitable[Any]:
+        response = anext(responses, None)
+        # What lasts as long as an engine is at work anew for each message.
+        return at_work(response) if self._is_lasting else response
 
     async def _carry_out(self, request: Any, context: Context) -> Any:
         # One request is not read before it is its turn; a stream of them goes on as it is.

@@ -28,6 +28,7 @@ from google.protobuf.message import DecodeError, Message
 from ctxcache.cache import Cache
 from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.cache.reservations import Reservation
+from ctxcache.core.ledger.work import Work, at_work
 from ctxcache.errors import (
     CacheError,
     CapacityExceeded,
@@ -155,7 +156,8 @@ class LocalClient:
         response = arena_pb2.AccessResponse(request_id=request.request_id)
         result, end = response.results.add(), OK
         try:
-            is_done = self._do_at_once(kind, operation, result)
+            with Work():
+                is_done = self._do_at_once(kind, operation, result)
         except CacheError as error:
             is_done, end = True, _refuse(result, error)
         # Nothing was done: `carry_out` begins from the start.
@@ -180,8 +182,8 @@ class LocalClient:
         spans = self._cache.state.spans
         if spans.is_on and request.trace_parent:
             with spans.local(request.trace_parent, len(request.operations)):
-                return await self._carry_out(request)
-        return await self._carry_out(request)
+                return await at_work(self._carry_out(request))
+        return await at_work(self._carry_out(request))
 
     async def _carry_out(self, request: arena_pb2.AccessRequest) -> bytes:
         response = arena_pb2.AccessResponse(request_id=request.request_id)
@@ -329,6 +331,10 @@ class LocalClient:
 
         `is_abandoned`: nobody can say that the client has stopped writing.
         """
+        with Work():
+            self._end(is_abandoned=is_abandoned)
+
+    def _end(self, *, is_abandoned: bool) -> None:
         # A lease that ended by itself is no error here.
         for lease_id in self._leases:
             with suppress(LeaseNotFound):

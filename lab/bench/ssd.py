@@ -28,6 +28,7 @@ from ctxcache.cache import Cache
 from ctxcache.cache.leases import ReadRequest
 from ctxcache.cache.reservations import Reservation
 from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration
+from ctxcache.core.ledger.work import Work
 from ctxcache.core.limits import Limits
 from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.format.checksums import rows_checksum
@@ -131,6 +132,7 @@ async def opened(
     token_count = session_bytes // layout.size_bytes * layout.segment_tokens
     room_bytes = 2 * align(session_bytes)
     async with AsyncExitStack() as stack:
+        stack.enter_context(Work())
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         arena = (make_arena or _arena)(token_count // layout.segment_tokens * layout.size_bytes + ALIGN_BYTES)
         stack.callback(arena.close)

@@ -5,11 +5,9 @@ foreign byte is recognised.
 """
 
 import asyncio
-import gc
 import os
 import struct
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +24,9 @@ from ctxcache.cache import Cache
 from ctxcache.cache.leases import Lease, ReadRequest
 from ctxcache.cache.prefixes import Match
 from ctxcache.cache.reservations import Reservation
-from ctxcache.cache.segments import SEALING_THREADS
 from ctxcache.core.ledger.ledger import MANY_SEGMENTS
 from ctxcache.core.ledger.session import DEFAULT_TTL_NS, Expiration, SessionView
+from ctxcache.core.ledger.work import current_work
 from ctxcache.core.limits import DEFAULT_WATERMARKS, Limits, Watermarks
 from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.core.placement.policy import Ranked
@@ -295,16 +293,9 @@ class Rig:
         return {session.session_id for session in there if session and session.expire_time_ns > now_ns}
 
     async def let_go(self) -> None:
-        """Wait until nobody at work refers to a session or a segment any more.
-
-        A thread does a moment after its result is there, and garbage until it is collected.
-        """
+        """Let no move go on, and let the test be at work on nothing."""
         await self.cache.drain()
-        sealers = self.cache.io._sealers
-        all_are_done = threading.Barrier(SEALING_THREADS)
-        for done in [sealers.submit(all_are_done.wait) for _ in range(SEALING_THREADS)]:
-            done.result()
-        gc.collect()
+        current_work()._let_go()
 
     async def check(self) -> None:
         """Fail unless the books add up, once nothing moves."""

@@ -6,6 +6,13 @@ from pathlib import Path
 import pytest
 from cache_rig import DiskRig, MemoryRig
 
+from ctxcache.core.ledger.work import Work
+
+
+@pytest.fixture(autouse=True)
+def at_work(work: Work) -> None:
+    """The test is at work on all that it looks up, until it lets go, see `Rig.let_go`."""
+
 
 @pytest.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[MemoryRig]:

@@ -1,7 +1,9 @@
 """Sessions that nobody uses: the store answers as if all of them were known."""
 
+import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sized
+from collections.abc import Awaitable, Callable, Coroutine, Sized
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from ctxcache.core.ledger import sleep
 from ctxcache.core.ledger.ledger import Drop
 from ctxcache.core.ledger.rankings import Evictable
 from ctxcache.core.ledger.session import SessionView
+from ctxcache.core.ledger.work import Work, at_work
 from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.core.placement.policy import Capacities, Facts, Level, Ranked
 from ctxcache.core.placement.served import RANKED
@@ -388,18 +391,108 @@ async def test_a_use_of_a_sleeper_does_what_it_does_to_another(
     assert outcomes[0] == outcomes[1]
 
 
+MORE_USES: dict[str, Callable[[Rig], Awaitable[object]]] = {
+    "flush": lambda rig: rig.flush("b"),
+    "two copies, and one again": lambda rig: two_copies_and_one(rig, "b"),
+    "put in another's place": lambda rig: in_place_of(rig, "b", "c"),
+    "adopt": lambda rig: adopted(rig, Writer(1).make(SEGMENT_TOKENS)),
+}
+
+
+def at_once(work: Coroutine[Any, Any, None]) -> None:
+    """All of it, though it lets others have their turns."""
+    with suppress(StopIteration):
+        while True:
+            work.send(None)
+
+
+async def two_copies_and_one(rig: Rig, name: str) -> None:
+    """A session wants a second copy, and does not any more."""
+    await rig.mark(name, 2)
+    await rig.mark(name, 1)
+
+
+async def in_place_of(rig: Rig, name: str, replaced: str) -> None:
+    """A fork that replaces another session."""
+    generation = rig.cache.sessions.get(TENANT, replaced).generation
+    await rig.cache.sessions.fork(
+        TENANT, name, replaced, None, token_count=50, expiration=None, replaces=generation
+    )
+
+
+async def adopted(rig: Rig, tokens: list[Token]) -> None:
+    """A session that begins with another one's tokens."""
+    await rig.create("new")
+    await rig.adopt("new", tokens)
+
+
+@pytest.mark.parametrize("use", [*USES.values(), *MORE_USES.values()], ids=[*USES, *MORE_USES])
+async def test_a_use_that_waits_is_of_a_session_that_stays_awake(
+    tmp_path: Path, use: Callable[[Rig], Awaitable[object]]
+) -> None:
+    """All that may fall asleep do, at each of its waits: it does what it does where none sleeps."""
+    outcomes = []
+    for may_sleep in (False, True):
+        rig = MemoryRig(tmp_path, last_used=COUNT)
+        await rig.open()
+        await filled(rig, 3)
+        await lull(rig)
+        ledger, used = rig.cache.ledger, asyncio.ensure_future(at_work(refusal(use, rig)))
+        ledger.sleep.sleep_ns = 1
+        while not used.done():
+            await asyncio.sleep(0)
+            if may_sleep:
+                rig.clock.advance(ns=1)
+                at_once(at_work(rig.cache.sessions.save_access_times()))
+                at_once(at_work(rig.cache.sessions.let_sleep()))
+        await rig.check()
+        found = []
+        for _ in range(2):
+            found.append({name: await rig.read(name) for name in sorted(rig.names())})
+            await rig.crash()
+        outcomes.append((used.result(), found, [view.is_pinned for view in await views(rig)]))
+        await rig.close()
+
+    assert outcomes[0] == outcomes[1]
+
+
 async def test_work_under_way_keeps_a_session_awake(rig: MemoryRig) -> None:
     """A change that waits for a device is of the session that is there, and not of one that was put away."""
     await filled(rig, 3)
-    session = rig.cache.ledger.find(TENANT, "a")
-    segment = rig.cache.ledger.find(TENANT, "b").segments[0]
+    ledger, first, second = rig.cache.ledger, Work(), Work()
+    segment_id = ledger.find(TENANT, "b").segments[0].segment_id
+    with first:
+        ledger.find(TENANT, "a")
+        first.join()
+    with second:
+        segment = ledger.segment(segment_id)
+        second.join()
 
+    assert segment
     assert await lull(rig) == {"c"}
-    del session
+    first.leave()
     assert await lull(rig) == {"a", "c"}
     assert segment.is_listed
-    del segment
+    second.leave()
     assert await lull(rig) == {"a", "b", "c"}
+    await rig.check()
+
+
+async def test_what_is_to_be_written_down_stays_awake(rig: MemoryRig) -> None:
+    """An access that no record has; the others sleep."""
+    await filled(rig, 3)
+    assert await lull(rig) == {"a", "b", "c"}
+    await rig.cache.sessions.update(TENANT, "b", expiration=None, is_pinned=None)
+    await rig.let_go()
+    rig.clock.advance(seconds=rig.cache.ledger.sleep.sleep_ns / 10**9)
+    await rig.cache.sessions.let_sleep()
+
+    assert dormant(rig) == {"a", "c"}
+    await rig.cache.sessions.save_access_times()
+    await rig.let_go()
+    rig.clock.advance(seconds=rig.cache.ledger.sleep.sleep_ns / 10**9)
+    await rig.cache.sessions.let_sleep()
+    assert dormant(rig) == {"a", "b", "c"}
     await rig.check()
 
 

@@ -2,7 +2,7 @@
 
 Every session has one task that changes it, so that what must be in it is known. A cut takes what the
 stores would keep, torn and out of order, at one instant between two steps of whoever is running, and looks
-at it with a cache of its own while the storm goes on.
+at it with a cache of its own while the storm goes on. Sessions fall asleep as soon as nobody uses them.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from memory_metadata import MemoryMetadata
 
 from ctxcache.cache.hints import Action, Hint
 from ctxcache.cache.queues import Queue
+from ctxcache.core.ledger.work import Work, at_work
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.schedule import Job
 from ctxcache.core.placement.served import RANKED
@@ -152,6 +153,8 @@ class Storm:
         self.rig, self.dice, self.is_faulty = rig, dice, is_faulty
         self.known: dict[str, Known] = {}
         self.tag = self.read_count = self.cut_count = 0
+        sleep = rig.cache.ledger.sleep
+        sleep.awake_count, sleep.sleep_ns = 0, 1
         self.queue: Queue | None = None
         self.pinning = asyncio.Lock()
         self.is_over = False
@@ -192,7 +195,7 @@ class Storm:
         while not self.is_over:
             await pause(self.dice, 20)
             try:
-                await work()
+                await at_work(work())
             except (TierFailure, CorruptSegment):
                 assert self.is_faulty
             except CacheError:
@@ -204,16 +207,17 @@ class Storm:
         """One task's life with one session and a fork of it."""
         steps = [self.append] * 6 + [self.truncate, self.truncate, self.fork, self.delete]
         for _ in range(STEPS):
-            try:
-                if self.settle(name) is None:
-                    self.known[name] = Known((await self.rig.create(name)).uid)
-                else:
-                    await self.dice.choice(steps)(name)
-            except (TierFailure, CorruptSegment):
-                assert self.is_faulty
-            except CacheError:
-                await asyncio.sleep(0)
-            self.settle(name)
+            with Work():
+                try:
+                    if self.settle(name) is None:
+                        self.known[name] = Known((await self.rig.create(name)).uid)
+                    else:
+                        await self.dice.choice(steps)(name)
+                except (TierFailure, CorruptSegment):
+                    assert self.is_faulty
+                except CacheError:
+                    await asyncio.sleep(0)
+                self.settle(name)
 
     def settle(self, name: str) -> Known | None:
         """The rows that must be in the session, if it was not evicted; what was damaged may have been cut."""
@@ -390,7 +394,7 @@ class Storm:
             clock=FakeClock(self.rig.clock.now_ns()),
         )
         after.ssd, after.metadata = self.rig.ssd.cut(), self.rig.metadata.cut()  # type: ignore[attr-defined]
-        is_there = {session.uid for session in self.rig.cache.ledger.sessions()}
+        is_there = set(self.rig.cache.ledger.uids())
         promised = [
             (known.uid, [(known.tokens, known.durable_count), *filter(None, [known.other])])
             for known in self.known.values()
@@ -428,13 +432,14 @@ async def assert_all_is_over(rig: MemoryRig, *storms: Storm) -> None:
         if storm.queue:
             await rig.cache.queues.withdraw(storm.queue)
     with suppress(CapacityExceeded):
-        await rig.cache.departures.remove(list(rig.cache.ledger.sessions()))
+        left = filter(None, map(rig.cache.ledger.get, rig.cache.ledger.uids()))
+        await rig.cache.departures.remove(list(left))
     await rig.check()
     kept_count = len(rig.cache.ledger.below.quarantined)
-    left = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
+    used_bytes = rig.cache.ledger.memory.used_bytes, rig.cache.ledger.below.used_bytes
     rig.cache.io.close()
     rig.arena.close()
-    assert left == (0, kept_count * SLOT_BYTES)
+    assert used_bytes == (0, kept_count * SLOT_BYTES)
 
 
 @pytest.mark.parametrize("is_faulty", [False, True])

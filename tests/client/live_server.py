@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.routes import Access, Transport
+from ctxcache.core.ledger.work import Work
 from ctxcache.errors import CacheError
 from ctxcache.server.server import Server
 from ctxcache.settings.config import Settings
@@ -58,7 +59,8 @@ class LiveServer:
         """The answer of the server's books to a question."""
 
         async def answer() -> T:
-            return question(self.server)
+            with Work():
+                return question(self.server)
 
         return self.run(answer())
 

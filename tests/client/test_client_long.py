@@ -62,7 +62,7 @@ def test_what_came_in_one_way_goes_out_by_all(
         room.commit(durability=Durability.DISK)
     lengths = live.ask(
         lambda server: [
-            one.layout.segment_tokens for one in server.cache.ledger.find("default", "a").segments
+            one.layout.segment_tokens for one in server.cache.ledger.names.sessions["default", "a"].segments
         ]
     )
 

@@ -284,9 +284,9 @@ def test_writers_that_cut_what_they_share_are_not_found_beyond_it(
         client.models.register(SPEC)
         source = client.sessions.create(OWN, id="a", layout=LAYOUT)
         source.append(rows_of(prompt), durability=Durability.DISK)
-        assert [s.row_count for s in live.ask(lambda s: s.cache.ledger.find("default", "a").segments)] == [
-            512
-        ]
+        assert [
+            s.row_count for s in live.ask(lambda s: s.cache.ledger.names.sessions["default", "a"].segments)
+        ] == [512]
         for session in (source, source.fork(id="b")):
             # Both list the segment, so that its keys stay, and end behind the last of them.
             session.drop_ranges([dropped])

@@ -18,6 +18,7 @@ from ctxcache.client.access import Hold
 from ctxcache.client.rows import FiledRows, LeasedRows
 from ctxcache.client.types import Durability
 from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.work import at_work
 from ctxcache.errors import (
     CorruptSegment,
     InvalidArgument,
@@ -77,7 +78,7 @@ def leave(live: LiveServer) -> None:
         for session in list(server.cache.ledger.sessions()):
             await server.cache.flushing.demote(session)
 
-    live.run(leave_all(live.server))
+    live.run(at_work(leave_all(live.server)))
 
 
 def segments_of(live: LiveServer) -> list[Segment]:

@@ -65,7 +65,7 @@ def connect(live: LiveServer) -> Iterator[Callable[[Route], Client]]:
 
 def segments(live: LiveServer) -> list[Segment]:
     """Those of the session, in order."""
-    return live.ask(lambda server: list(server.cache.ledger.find("default", "a").segments))
+    return live.ask(lambda server: list(server.cache.ledger.names.sessions["default", "a"].segments))
 
 
 def flip(live: LiveServer, index: int, row: int, stream: Stream = KV) -> None:

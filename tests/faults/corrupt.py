@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ctxcache.cache import Cache
 from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.work import at_work
 from ctxcache.errors import CorruptMetadata, DataDirectoryUnusable, FormatTooNew
 from ctxcache.storage.metadata import records
 from ctxcache.storage.rebuild import rebuild
@@ -367,7 +368,7 @@ async def _repeat(count: int, step: Callable[[], Coroutine[None, None, None]]) -
 def run(chosen: argparse.Namespace, report: Report) -> None:
     """See the module's docstring."""
     with tempfile.TemporaryDirectory(prefix="ctxcache-corrupt-") as home, _quiet():
-        asyncio.run(_run(chosen, report, Path(home)))
+        asyncio.run(at_work(_run(chosen, report, Path(home))))
 
 
 def options(parser: argparse.ArgumentParser) -> None:

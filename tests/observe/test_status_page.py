@@ -24,6 +24,7 @@ from service_rig import TOKENS, rows
 
 from ctxcache.cache.leases import ReadRequest
 from ctxcache.cache.state import EMPTY, HIT, RESULTS
+from ctxcache.core.ledger.work import at_work
 from ctxcache.core.observations import QUICK_S, Histogram
 from ctxcache.core.placement.names import POLICY_NAMES
 from ctxcache.format.checksums import wire_checksum
@@ -311,7 +312,7 @@ async def test_what_is_running_shows(tmp_path: Path) -> None:
         await client.create("one")
         await client.append("one", 1, 0, 64)
         request = ReadRequest("default", "one", client.fingerprint, None)
-        lease = await server.cache.leases.acquire(request)
+        lease = await at_work(server.cache.leases.acquire(request))
         facts = json.loads(await _get(server, "/status.json"))
         server.cache.leases.release(lease.lease_id)
 
@@ -639,7 +640,7 @@ async def test_a_lost_disk_says_which_since_when_and_what_it_costs(
             await client.append(f"s{i}", i, 0, 64, is_durable=True)
     (tmp_path / "a").rename(tmp_path / "gone")
     async with observed(tmp_path, ssd_directories=disks, ssd_missing="serve") as (server, _, clock):
-        await server.cache.devices.look()
+        await at_work(server.cache.devices.look())
         facts = json.loads(await _get(server, "/status.json"))
         since_s = facts["paths"][1]["problem_time_s"]
         clock.jump(to_ns=round((since_s + 720.5) * 10**9))

@@ -96,7 +96,7 @@ async def test_damage_is_told_with_what_it_cost(tmp_path: Path) -> None:
         await client.create("one")
         await client.append("one", 1, 0, 128, is_durable=True)
         await client.admin.DemoteSession(admin_pb2.DemoteSessionRequest(name="sessions/one"))
-        segment = server.cache.ledger.find("default", "one").segments[1]
+        segment = server.cache.ledger.names.sessions["default", "one"].segments[1]
         assert segment.durable is not None
         _damage(
             Path(server.storage.ssd.paths[segment.durable.path_index]), segment.durable.offset_bytes + 4096

@@ -461,7 +461,7 @@ async def test_damage_in_the_arena_is_noticed_by_the_reader(client: Client, serv
     """The reader verifies by the checksums that the chunks had when they were stored."""
     await client.create("a")
     await client.append("a", 1, 0, 64, is_durable=True)
-    segment = server.cache.ledger.find("default", "a").segments[0]
+    segment = server.cache.ledger.names.sessions["default", "a"].segments[0]
     connection = await Connection.open(client.channel)
     await connection.send(READ, client.read_request("a", streams=ranges(KV)).SerializeToString())
     await connection.receive()

@@ -79,7 +79,7 @@ async def test_a_look_that_fails_is_not_the_last_one(
     finally:
         await server.stop()
     server = await Server.start(settings, clock)
-    assert server.cache.sessions.get("default", "a").token_count == 10
+    assert server.cache.ledger.names.sessions["default", "a"].token_count == 10
     await server.stop()
 
 

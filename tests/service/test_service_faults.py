@@ -120,7 +120,7 @@ async def test_reads_that_fail_are_told_and_fence_the_path(server: Server, clien
     After three the path takes no writes, and once they end its rows are read as before.
     """
     await on_ssd(client, "a", 1)
-    slot = server.cache.ledger.find("default", "a").segments[0].durable
+    slot = server.cache.ledger.names.sessions["default", "a"].segments[0].durable
     assert slot
     await inject(client, READ_ERROR, error_number=errno.EIO, count=100)
     for _ in range(3):
@@ -144,7 +144,7 @@ async def test_a_device_that_hangs_is_lost_and_its_callers_are_answered(settings
         await client.register()
         for tag, name in enumerate(("a", "b")):
             await on_ssd(client, name, tag)
-        sessions = [server.cache.ledger.find("default", name) for name in ("a", "b")]
+        sessions = [server.cache.ledger.names.sessions["default", name] for name in ("a", "b")]
         homes = [
             session.segments[0].durable.path_index for session in sessions if session.segments[0].durable
         ]

@@ -58,7 +58,7 @@ async def test_nor_the_end(settings: Settings) -> None:
     watcher.writer.close()
     again = await Server.start(settings)
     try:
-        assert again.cache.ledger.find("default", "a").durable_token_count == 8
+        assert again.cache.ledger.names.sessions["default", "a"].durable_token_count == 8
     finally:
         await again.stop()
 

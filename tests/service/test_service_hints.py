@@ -12,6 +12,7 @@ from hint_rig import seconds
 from service_rig import Client, chunks, commit, refused, until
 
 from ctxcache.cache.hints import Hint, HintAnswer, Hints
+from ctxcache.core.ledger.work import Work
 from ctxcache.server.server import Server
 from ctxcache.service import fairness
 from ctxcache.settings.config import Settings
@@ -105,7 +106,7 @@ async def test_what_somebody_uses_is_left_to_him(client: Client, hint: Hinter, s
     """Neither promoted ahead nor taken away."""
     await hint("demote")
     cache = server.cache
-    session = cache.ledger.find("default", "a")
+    session = cache.ledger.names.sessions["default", "a"]
     cache.ledger.read_began(session, (), 0.0)
     prefetched = await hint("prefetch")
     cache.ledger.read_ended(session.uid, 0.0)
@@ -150,7 +151,7 @@ async def test_without_room_a_prefetch_waits_for_it(client: Client, hint: Hinter
     assert waiting == 1
     assert (in_part.outcome, in_part.reason) == (REJECTED, "NO_ROOM")
     assert (await client.get("a")).dram_bytes == 4 * SLOT_BYTES
-    assert cache.queues.starts_in_s(cache.ledger.find("default", "a")) is None
+    assert cache.queues.starts_in_s(cache.ledger.names.sessions["default", "a"]) is None
 
 
 async def test_a_batch_waits_for_its_promotions_together(
@@ -198,7 +199,8 @@ async def test_a_deferred_prefetch_ends(
         server.cache.hints.drop_overdue()
         assert len(deferred) == 1
         clock.advance(seconds=1)
-        server.cache.hints.drop_overdue()
+        with Work():
+            server.cache.hints.drop_overdue()
     elif way == "delete":
         await client.sessions.DeleteSession(session_pb2.DeleteSessionRequest(name="sessions/a"))
     elif way == "ended":
@@ -236,17 +238,19 @@ async def test_a_prefetch_that_is_repeated_takes_no_more_memory(
 ) -> None:
     """It is deferred once, until the last of its times, however often that moved."""
     await hint("demote")
-    deferred, session = server.cache.hints.deferred, server.cache.ledger.find("default", "a")
+    deferred, session = server.cache.hints.deferred, server.cache.ledger.names.sessions["default", "a"]
     tracemalloc.start()
     try:
-        for until_ns in range(1, 10_001):
-            deferred.put(session, 0, until_ns, 0)
+        with Work():
+            for until_ns in range(1, 10_001):
+                deferred.put(session, 0, until_ns, 0)
         grown_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    deferred.drop_overdue(9_999)
-    left_count = len(deferred)
-    deferred.drop_overdue(10_000)
+    with Work():
+        deferred.drop_overdue(9_999)
+        left_count = len(deferred)
+        deferred.drop_overdue(10_000)
 
     assert grown_bytes < 100_000
     assert (left_count, len(deferred)) == (1, 0)
@@ -266,7 +270,7 @@ async def test_a_shared_session_is_forked_without_a_write(
     assert (shared.outcome, shared.granted_bytes) == (ACCEPTED, 4 * SLOT_BYTES)
     assert fork.durable_token_count == 210
     assert server.cache.state.counters.flushed_segment_count == flushed
-    assert len(server.cache.ledger.find("default", "a").segments) == 5
+    assert len(server.cache.ledger.names.sessions["default", "a"].segments) == 5
 
 
 async def test_a_prefix_is_shared(client: Client, hint: Hinter) -> None:

@@ -103,7 +103,7 @@ async def test_a_drain_writes_everything_and_ends_with_an_undrain(server: Server
 
     assert statuses[-1].is_done
     assert statuses[-1].dirty_bytes == 0 == (await client.stats()).dirty_bytes
-    assert server.cache.ledger.find("default", "a").durable_token_count == 8
+    assert server.cache.ledger.names.sessions["default", "a"].durable_token_count == 8
     assert await answer() == health_pb2.HealthCheckResponse.NOT_SERVING
     await refused(client.create("b"), Code.UNAVAILABLE, "DRAINING")
     assert not (await client.admin.GetActivity(ops.GetActivityRequest())).is_ready

@@ -16,6 +16,7 @@ from fakes import FakeClock
 from hint_rig import Engine, job, seconds
 from service_rig import KV, Client, ranges, refused, until
 
+from ctxcache.core.ledger.work import Work, at_work
 from ctxcache.core.placement.schedule import Job
 from ctxcache.server.server import Server
 from ctxcache.service import fairness
@@ -60,7 +61,7 @@ async def engine(connect: Callable[[], Engine]) -> Engine:
 def starts_in_s(server: Server, name: str = "a") -> float | None:
     """When the store expects the session's next job."""
     cache = server.cache
-    return cache.queues.starts_in_s(cache.ledger.find("default", name))
+    return cache.queues.starts_in_s(cache.ledger.names.sessions["default", name])
 
 
 async def demote(client: Client, name: str) -> None:
@@ -297,7 +298,7 @@ async def test_a_broken_streams_jobs_stay_for_the_grace_period(
     await end(engine)
     await lost(server)
     clock.advance(seconds=19)
-    await server.cache.queues.end_overdue()
+    await at_work(server.cache.queues.end_overdue())
     assert starts_in_s(server) is not None
 
     clock.advance(seconds=1)
@@ -338,12 +339,13 @@ async def test_a_withdrawal_that_is_cut_off_is_finished_by_upkeep(
     monkeypatch.setattr("ctxcache.cache.queues.JOBS_PER_SLICE", 5)
     queues = server.cache.queues
     old = queues.by_name()["default\0engine"]
-    withdrawal = asyncio.ensure_future(queues.withdraw(old))
+    withdrawal = asyncio.ensure_future(at_work(queues.withdraw(old)))
     await asyncio.sleep(0)
     withdrawal.cancel()
     assert queues.job_count(old) == JOBS - 5
     new = queues.join("default", "engine", grace_ns=None, fingerprint=b"")
-    queues.put(new, "a", Job("job-0", None, start_s=server.cache.state.clock.monotonic_ns() / 1e9 + 9))
+    with Work():
+        queues.put(new, "a", Job("job-0", None, start_s=server.cache.state.clock.monotonic_ns() / 1e9 + 9))
     await until(lambda: not queues.leaving)
 
     assert (queues.job_count(old), queues.job_count(new)) == (0, 1)
@@ -397,7 +399,7 @@ async def test_an_engine_that_comes_back_finds_its_jobs(
     welcome = await second.hello()
     event = await second.event()
     clock.advance(seconds=100)
-    await server.cache.queues.end_overdue()
+    await at_work(server.cache.queues.end_overdue())
 
     assert welcome.job_count == 1
     assert event.session == "sessions/a"
@@ -643,7 +645,7 @@ async def test_events_of_one_session_are_one(client: Client, engine: Engine, ser
     await engine.put(job(1))
     await engine.event()
     queue = server.cache.queues.by_name()["default\0engine"]
-    session = server.cache.ledger.find("default", "a")
+    session = server.cache.ledger.names.sessions["default", "a"]
     for _ in range(1000):
         queue.demoted(session.uid)
         queue.promoted(session.uid)

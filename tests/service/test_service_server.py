@@ -403,7 +403,7 @@ async def test_an_end_flushes_though_its_socket_cannot_be_removed(
     server.control.path = str(tmp_path / "file" / "control.sock")
     await server.stop()
     server = await Server.start(settings, clock)
-    assert server.cache.sessions.get("default", "a").token_count == 10
+    assert server.cache.ledger.names.sessions["default", "a"].token_count == 10
     await server.stop()
 
 

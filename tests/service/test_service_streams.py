@@ -30,6 +30,7 @@ from ctxcache.cache.appends import RESERVATION_LIFETIME_NS
 from ctxcache.cache.held_rows import Rows
 from ctxcache.cache.leases import LEASE_LIFETIME_NS
 from ctxcache.core.ledger.segment import Segment
+from ctxcache.core.ledger.work import at_work
 from ctxcache.errors import DeadlineExceeded
 from ctxcache.format.checksums import rows_checksum
 from ctxcache.format.layout import SegmentLayout
@@ -179,7 +180,7 @@ async def test_a_reader_slower_than_its_lease_gets_no_foreign_rows(
     await call.read()
     reading = server.cache.leases
     sent = SessionService(server.cache, Turns())._messages(client.read_request("a"), "default")
-    await anext(sent)
+    await at_work(anext(sent))
     await anext(sent)
     clock.advance(ns=LEASE_LIFETIME_NS)
     reading.end_overdue()
@@ -198,7 +199,7 @@ async def test_a_lease_is_asked_for_before_each_message(
     await client.create("a", ttl=Duration(seconds=10**6))
     await client.append("a", 1, 0, 64)
     sent = SessionService(server.cache, Turns())._messages(client.read_request("a"), "default")
-    await anext(sent)
+    await at_work(anext(sent))
     first = await anext(sent)
     clock.advance(ns=LEASE_LIFETIME_NS)
     server.cache.leases.end_overdue()
@@ -213,8 +214,8 @@ async def test_damaged_rows_are_data_loss(client: Client, server: Server) -> Non
     """The reader is told, the session ends before the damage, and it is counted."""
     await client.create("a")
     await client.append("a", 1, 0, 200, is_durable=True)
-    session = server.cache.ledger.find("default", "a")
-    await server.cache.flushing.demote(session)
+    session = server.cache.ledger.names.sessions["default", "a"]
+    await at_work(server.cache.flushing.demote(session))
     slot = session.segments[1].durable
     assert slot
     with open(server.storage.ssd.paths[0], "r+b") as file:  # noqa: ASYNC230, PTH123

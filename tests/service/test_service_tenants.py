@@ -42,7 +42,7 @@ async def test_tenants_are_listed_with_what_they_have(server: Server, client: Cl
     listed = await client.admin.ListTenants(admin_pb2.ListTenantsRequest())
 
     default, other = listed.tenants
-    slot_bytes = server.cache.ledger.find("default", "s").layout.size_bytes
+    slot_bytes = server.cache.ledger.names.sessions["default", "s"].layout.size_bytes
     assert (default.tenant, default.session_count) == ("default", 1)
     assert default.dram_bytes == default.ssd_bytes == default.kept_bytes == 2 * slot_bytes
     assert (default.guaranteed_ssd_bytes, default.limit_bytes) == (2 * MIB, 3 * MIB)

@@ -32,6 +32,7 @@ from ctxcache.core.ledger.session import BEGIN, BLOCKS, ExpiryQueue, Piece, Sess
 from ctxcache.core.ledger.sleep import Sleep
 from ctxcache.core.ledger.unwritten import Unwritten
 from ctxcache.core.ledger.usage import Quotas, Usage
+from ctxcache.core.ledger.work import current_work
 from ctxcache.core.limits import Limits, Watermarks
 from ctxcache.core.observations import Busiest, Observations
 from ctxcache.core.placement.order import Key
@@ -206,6 +207,7 @@ class Ledger:
             self._feed,
             self.evictable,
             self.lost,
+            self._is_noted,
             self._forget_sleeper,
             partial(self._recall, is_watched=False),
         )
@@ -228,6 +230,8 @@ class Ledger:
 
     # -- look-ups ----------------------------------------------------------------------------------
 
+    # Whoever is handed a session here is at work on it, see `Work`. A method that says "to be looked at"
+    # shows what is for this turn of the event loop.
     def find(self, tenant: str, session_id: str) -> Session:
         """A tenant's session that has not expired. Raises SessionNotFound."""
         return self.find_at(tenant, session_id, self._clock.now_ns())
@@ -243,6 +247,7 @@ class Ledger:
             raise SessionNotFound(session=f"sessions/{session_id}")
         # Paths were lost or came back: sessions pay for that when they are looked up, not all at once.
         self.lost.reckon(session)
+        current_work().on(session)
         return session
 
     def check_expiry(self, session: Session) -> None:
@@ -252,11 +257,21 @@ class Ledger:
 
     def named(self, tenant: str, session_id: str) -> Session | None:
         """A tenant's session or block, expired or not."""
+        return self._worked(self._known(tenant, session_id))
+
+    def _known(self, tenant: str, session_id: str) -> Session | None:
         if session_id.startswith(BLOCKS):
             return self.names.blocks.named(tenant, session_id)
         session = self.names.sessions.get((tenant, session_id))
         if session is None and self.sleep.dormant.count:
             return self._woken(self.sleep.dormant.named(tenant, session_id))
+        return session
+
+    def _worked(self, session: Session | None) -> Session | None:
+        """The session, which the caller is at work on from here on."""
+        work = current_work()
+        if session is not None:
+            work.on(session)
         return session
 
     def glance(self, tenant: str, session_id: str) -> Session | None:
@@ -265,7 +280,7 @@ class Ledger:
         number = dormant.named(tenant, session_id)
         # Rows that can be had while a path is lost are reckoned for known sessions alone.
         if number is None or self.lost.paths:
-            return self.named(tenant, session_id)
+            return self._known(tenant, session_id)
         session = dormant.revived(number, None)
         session.residence.add(0, 0, dormant.slot_bytes(number))
         self.lost.reckoned_elsewhere(session)
@@ -284,8 +299,8 @@ class Ledger:
         """A session that is there."""
         session = self.names.by_uid.get(uid)
         if session is None and self.sleep.dormant.count:
-            return self._woken(self.sleep.dormant.with_uid(uid))
-        return session
+            session = self._woken(self.sleep.dormant.with_uid(uid))
+        return self._worked(session)
 
     @property
     def session_count(self) -> int:
@@ -298,7 +313,7 @@ class Ledger:
         return len(self._segments) + self.sleep.dormant.segment_count
 
     def sessions(self) -> Collection[Session]:
-        """Every session that is not dormant."""
+        """Every session that is not dormant, to be looked at."""
         return self.names.sessions.values()
 
     def blocks(self) -> Collection[Session]:
@@ -306,7 +321,10 @@ class Ledger:
         return self.names.blocks
 
     def listing(self) -> Collection[Session]:
-        """Every session that is not dormant, and every block: all that list known segments."""
+        """Every session that is not dormant, and every block: all that list known segments.
+
+        To be looked at.
+        """
         return self.names.by_uid.values()
 
     def uids(self) -> list[bytes]:
@@ -315,7 +333,7 @@ class Ledger:
         return [*(s.uid for s in self.names.sessions.values()), *map(dormant.uid, dormant)]
 
     def newest(self, limit: int) -> list[Session]:
-        """At most so many sessions that are not dormant, the last made first."""
+        """At most so many sessions that are not dormant, the last made first. To be looked at."""
         return list(islice(reversed(self.names.sessions.values()), limit))
 
     def tenants(self) -> set[str]:
@@ -335,10 +353,14 @@ class Ledger:
         """A segment that a session lists."""
         if segment_id not in self._segments:
             self._woken(self.sleep.dormant.lister(segment_id))
-        return self._segments.get(segment_id)
+        segment = self._segments.get(segment_id)
+        # Of a kin no session sleeps.
+        if segment is not None and isinstance(segment.home, Residence):
+            self._worked(self.names.by_uid.get(segment.home.uid))
+        return segment
 
     def segments(self) -> Collection[Segment]:
-        """Every segment that a session lists which is not dormant."""
+        """Every segment that a session lists which is not dormant, to be looked at."""
         return self._segments.values()
 
     def holder(self, scope: Scope, keys: Sequence[bytes]) -> tuple[Session, int] | None:
@@ -363,6 +385,7 @@ class Ledger:
                     self.lost.reckon(session)
                     # Once more: the reckoning may have withheld some of its tokens.
                     if holds(session, segment, row_count):
+                        current_work().on(session)
                         return session, number + 1
                 # Thousands of sessions may list one system prompt: the look-up is bounded.
                 if looks >= HOLDERS_LOOKED_AT:
@@ -373,6 +396,8 @@ class Ledger:
 
     def opened(self, session: Session) -> None:
         """The session was created, or forked: its segments are listed by it too."""
+        # Whoever makes it has more to do with it.
+        current_work().on(session)
         # The feed first: the indices ask for ranks, which a session without a standing does not have.
         self._add(session)
         self._feed.appeared(session)
@@ -395,6 +420,12 @@ class Ledger:
 
     def _let_coldest_in(self, among: Sequence[str] | None) -> None:
         self.sleep.let_coldest_in(among)
+
+    def _is_noted(self, session: Session) -> bool:
+        """Whether something is to be done with the session, and an index has it for that."""
+        uid = session.uid
+        noted = self._touched, self._lengthened, self.unwritten.changed
+        return any(uid in sessions for sessions in noted) or self.lost.is_exposed(session)
 
     def _forget_sleeper(self, session: Session) -> None:
         """The session fell asleep: no index of known sessions shows it."""
@@ -431,6 +462,7 @@ class Ledger:
 
         Returns the segments that no session lists any more.
         """
+        current_work().on(new)
         # The feed first: it passes the standing of `old` on to `new`. Once `old` has ended, there is none.
         self._feed.replaced(old, new)
         dead = self.ended(old)
@@ -616,11 +648,13 @@ class Ledger:
 
         At most so many, and about so many segments and streams of them.
         """
+        work = current_work()
         # Records are made in one turn of the loop: their size bounds the turn, not only their number.
         some: list[Session] = []
         part_count = 0
         for session in islice(self._touched.values(), limit):
             some.append(session)
+            work.on(session)
             part_count += len(session.segments) + len(session.layout.specs)
             if part_count >= part_limit:
                 break
@@ -795,8 +829,10 @@ class Ledger:
 
     def take_lengthened(self) -> list[Session]:
         """Sessions of many segments that got full ones since the last look."""
-        found, self._lengthened = self._lengthened, {}
-        return list(found.values())
+        found, self._lengthened = list(self._lengthened.values()), {}
+        for session in found:
+            current_work().on(session)
+        return found
 
     def joined(self, sessions: Sequence[Session], parts: Sequence[Segment], whole: Flushed) -> list[Segment]:
         """One segment, which is below and synced, takes the place of these, whose rows it has; see `flushed`.

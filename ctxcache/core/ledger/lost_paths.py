@@ -13,6 +13,7 @@ from ctxcache.core import ranges
 from ctxcache.core.ledger.feed import Feed
 from ctxcache.core.ledger.segment import Copies, Segment
 from ctxcache.core.ledger.session import Session, lies_on
+from ctxcache.core.ledger.work import current_work
 
 NEVER = -1
 """The number of no reckoning: the session is reckoned at its next look."""
@@ -118,9 +119,16 @@ class LostPaths:
         self._exposed.pop(session.uid, None)
         self._withheld.pop(session.uid, None)
 
+    def is_exposed(self, session: Session) -> bool:
+        """Whether memory has something of the session that lies on a lost path, or had when it was lost."""
+        return session.uid in self._exposed
+
     def exposed(self) -> list[Session]:
-        """Sessions of which memory has what lies on a lost path."""
-        return list(self._exposed.values())
+        """Those sessions. Whoever asks is at work on them, see `Work`."""
+        work, sessions = current_work(), list(self._exposed.values())
+        for session in sessions:
+            work.on(session)
+        return sessions
 
     @property
     def withheld(self) -> Mapping[bytes, int]:

@@ -230,6 +230,8 @@ class Session:
     use: Use = Use.FRESH
     use_count: int = 0
     """Reads and writes that are open."""
+    worker_count: int = 0
+    """See Work."""
     backlog: Backlog = Backlog.DURABLE
     is_tail_apart: bool = False
     """Whether a commit ended where the last segment begins.

@@ -7,10 +7,9 @@
 would take back the memory that sleep saves. Dormant sessions leave in the order of their last use.
 """
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ctxcache.core.ledger.dormant import Dormant
 from ctxcache.core.ledger.feed import Feed
@@ -46,16 +45,6 @@ class SleepClock(Protocol):
         """For deadlines and ages."""
 
 
-def others_of(known: dict[Any, Any], key: object) -> int:
-    """How many references there are to a value of the dict besides the dict's own."""
-    return sys.getrefcount(known[key]) - _OWN
-
-
-# Interpreters differ in the references that a call adds: this counts those of a value in one dict.
-_OWN = 0
-_OWN = others_of({0: object()}, 0)
-
-
 class Sleep:
     """The sessions that nobody has used for long. Owned by the ledger."""
 
@@ -71,19 +60,20 @@ class Sleep:
         feed: Feed,
         evictable: Evictable,
         lost: LostPaths,
+        is_noted: Callable[[Session], bool],
         forget: Callable[[Session], None],
         recall: Callable[[Session, float, int], None],
     ) -> None:
         """`segments`: all that known sessions list, by id.
 
-        `forget` takes a session out of the other indices. `recall` puts one there that was idle for so long
-        and had so many turns.
+        `is_noted`: whether an index of what is to be done has the session. `forget` takes it out of the other
+        indices, and `recall` puts one there that was idle for so long and had so many turns.
         """
         self.dormant = Dormant()
         """To be looked at, not changed."""
         self._clock, self._names, self._segments, self._usage = clock, names, segments, usage
         self._feed, self._evictable, self._lost = feed, evictable, lost
-        self._forget, self._recall = forget, recall
+        self._is_noted, self._forget, self._recall = is_noted, forget, recall
         self._looked_ns = 0
         """When it was last asked whether a session is drowsy: requests do not look at the clock for that."""
         self._awake: OrderedDict[bytes, int] = OrderedDict()
@@ -106,7 +96,8 @@ class Sleep:
         sessions: list[Session] = []
         segment_count = 0
         most = min(limit, len(self._names.sessions) - self.awake_count)
-        for _ in range(LOOKS_FOR_DROWSY):
+        # None is looked at twice.
+        for _ in range(min(LOOKS_FOR_DROWSY, len(self._awake))):
             if len(sessions) >= most or segment_count >= SEGMENTS_ASLEEP or not self.is_any_drowsy:
                 break
             uid = next(iter(self._awake))
@@ -147,11 +138,11 @@ class Sleep:
         self._awake.move_to_end(uid)
 
     def _may_sleep(self, uid: bytes) -> bool:
-        # Somebody who works on the session may wait for a device, and would not know another object in its
-        # place. A reference besides the two of the names means that somebody does.
-        if self._lost.paths or others_of(self._names.by_uid, uid) != 2:
-            return False
         session = self._names.by_uid[uid]
+        # Somebody at work on the session may wait for a device, and would not know another object in its
+        # place.
+        if self._lost.paths or session.worker_count or self._is_noted(session):
+            return False
         segments = session.segments
         return (
             session.use is Use.IDLE
@@ -166,8 +157,6 @@ class Sleep:
                 segment.place is Place.BELOW and segment.copy is None and not segment.hold_count
                 for segment in segments
             )
-            # One, for the session's list.
-            and all(others_of(self._segments, each) == 1 for each in [s.segment_id for s in segments])
             and not (self._feed.is_awaited(uid) or self._feed.is_expected(uid))
         )
 
