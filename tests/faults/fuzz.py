@@ -121,11 +121,12 @@ class Fuzzer:
                 self._one(self._draw.choice(self._rpcs))
 
     def sweep(self) -> None:
-        """Send every hostile text in every text field of every rpc that takes one message."""
+        """Send every hostile text in every text field of every rpc that takes one message. Raises Found."""
         with self._channel:
             for rpc in self._rpcs:
                 for message in () if rpc.takes_stream else hostile_texts(rpc.request):
                     self._send(rpc, [message.SerializeToString()])
+                self._report.end_if_found()
 
     def refuse_others(self, count: int) -> None:
         """Send so many requests of each rpc that others would notice, and end it each time."""
