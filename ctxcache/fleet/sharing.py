@@ -334,6 +334,8 @@ class Sharing:
             log.error("shared_session_unreadable error=%s", error)  # noqa: TRY400  the sentence says all
             raise Left from error
         if found is None:
+            # The head was read a moment ago: its owner may have changed it since, and nobody else has.
+            log.warning("shared_session_gone index=%s", shared)
             raise Left
         told, modified_s = found
         # Two times of the bucket: no host's clock is compared with another's.

@@ -419,7 +419,11 @@ class Claims:
         try:
             offer = await self._peers.stored(name, head.shared)
         except Left:
-            return self._absent(name, entry, head, loss)
+            self.counts.head_reads += 1
+            now = await self._register.get(self._secret.head_path(name))
+            # Its owner goes on, and has put something else in the place of what that head named.
+            has_changed = now is None or now.tag != entry.tag
+            return None if has_changed else self._absent(name, entry, head, loss)
         if not await self._copies.has_place(name, offer):
             return self._absent(name, entry, head, Loss.NO_PLACE)
         if head.node != self.node:
