@@ -56,6 +56,7 @@ TYPES = {
     "EngineUse": "EngineUse",
     "FleetNode": "FleetNode",
     "Fleet": "FleetView",
+    "CollectFleetResponse": "CollectedFleet",
     "MethodActivity": "MethodActivity",
     "SessionActivity": "SessionActivity",
     "TenantActivity": "TenantActivity",

@@ -50,6 +50,7 @@ from rich.text import Text
 from ctxcache.cli import tables
 from ctxcache.cli.documents import Plain, as_json, as_yaml
 from ctxcache.client.types import (
+    CollectedFleet,
     FleetView,
     HeldLease,
     InjectedFault,
@@ -80,6 +81,7 @@ _VIEWS: Mapping[type, Callable[..., RenderableType]] = {
     TierStats: lambda tier: tables.paths_table([tier]),
     HeldLease: tables.lease_grid,
     FleetView: tables.fleet_view,
+    CollectedFleet: tables.collected_view,
     InjectedFault: lambda fault: tables.faults_table([fault]),
 }
 _LISTS: Mapping[str, Callable[..., RenderableType]] = {

@@ -1,12 +1,19 @@
-"""`ctxcache fleet`: the stores of a fleet, as one of them sees it. Nothing here changes anything."""
+"""`ctxcache fleet`: the stores of a fleet, as one of them sees it, and what their bucket has."""
+
+import sys
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
-from ctxcache.cli.call import CliCall, watched
+from ctxcache.cli.call import CliCall, online, watched
 from ctxcache.cli.documents import examples
+from ctxcache.cli.units import parse_span, parsed
+from ctxcache.client.types import CollectedFleet
 
 app = typer.Typer()
-fleet = typer.Typer(no_args_is_help=True, help="Look at the stores of a fleet.")
+fleet = typer.Typer(no_args_is_help=True, help="Look at the stores of a fleet, and tidy up their bucket.")
 app.add_typer(fleet, name="fleet")
 
 
@@ -16,3 +23,32 @@ def status(call: CliCall) -> None:
     """Show this store's place in its fleet, and the others: who answers, and what moved since it started."""
     with call.client() as client:
         call.show(client.admin.fleet())
+
+
+@fleet.command(
+    "collect", epilog=examples("ctxcache fleet collect --dry-run", "ctxcache fleet collect --grace 6h")
+)
+@online
+def collect(
+    call: CliCall,
+    *,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")
+    ] = False,
+    grace: Annotated[
+        str, typer.Option("--grace", metavar="SPAN", help="Leave alone what is younger; an hour at least.")
+    ] = "24h",
+) -> None:
+    """Remove from the bucket what no session names, and sessions that have expired with a lost host.
+
+    Each day one store of the fleet does so unasked.
+    """
+    last, least = CollectedFleet(), parsed(parse_span, grace, "--grace")
+    with (
+        call.client() as client,
+        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar,
+    ):
+        task = bar.add_task("collecting", total=100)
+        for last in client.admin.collect_fleet(is_dry_run=dry_run, grace=least):
+            bar.update(task, completed=last.done_percent)
+    call.show(last)

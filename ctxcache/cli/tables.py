@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ctxcache.cli.units import counted, human_duration, human_size, human_time
 from ctxcache.client.types import (
+    CollectedFleet,
     DrainStatus,
     EngineUse,
     FleetNode,
@@ -291,6 +292,19 @@ def fleet_view(fleet: FleetView) -> RenderableType:
         taken = str(node.taken_session_count)
         rows.add_row(node.node[:FINGERPRINT_DIGITS], node.address, _node_state(node), taken, node.problem)
     return Group(facts, "", rows)
+
+
+def collected_view(collected: CollectedFleet) -> RenderableType:
+    """What a collection found."""
+    objects = f"{counted(collected.object_count, 'object')}, {human_size(collected.size_bytes)}"
+    garbage = f"{counted(collected.garbage_object_count, 'object')}, {human_size(collected.garbage_bytes)}"
+    return grid(
+        ("the bucket has", f"{counted(collected.shared_session_count, 'session')}, {objects}"),
+        ("named by nothing", garbage),
+        ("expired", f"{counted(collected.expired_session_count, 'session')} of lost hosts"),
+        ("left alone", f"{counted(collected.busy_session_count, 'session')} that changed meanwhile"),
+        *(("not read", problem) for problem in collected.problems),
+    )
 
 
 def _shared(fleet: FleetView) -> str:

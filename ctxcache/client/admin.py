@@ -9,6 +9,7 @@ from ctxcache.client.convert import duration as duration_to_wire
 from ctxcache.client.messages import (
     read_activity,
     read_backup_part,
+    read_collected_fleet,
     read_drain_status,
     read_engine_use,
     read_fleet_view,
@@ -27,6 +28,7 @@ from ctxcache.client.messages import (
 from ctxcache.client.types import (
     Activity,
     BackupPart,
+    CollectedFleet,
     DrainStatus,
     EngineUse,
     FleetView,
@@ -79,6 +81,19 @@ class AdminCalls:
     def fleet(self) -> FleetView:
         """Return what the server says of its fleet. Raises FleetNotFound, Unavailable (the bucket)."""
         return read_fleet_view(self._wire.call(self._wire.admin.GetFleet, operations_pb2.GetFleetRequest()))
+
+    def collect_fleet(
+        self, *, is_dry_run: bool = False, grace: timedelta | None = None
+    ) -> Iterator[CollectedFleet]:
+        """Remove from the bucket what no head names, without a deadline.
+
+        Yields how far it is, and all of it at last. `grace`: how old it has to be, a day by default.
+        Raises FleetNotFound, InvalidArgument, Unavailable (the bucket).
+        """
+        request = operations_pb2.CollectFleetRequest(is_dry_run=is_dry_run, grace=duration_to_wire(grace))
+        with self._wire.errors():
+            for one in self._wire.admin.CollectFleet(request):
+                yield read_collected_fleet(one)
 
     def settings(self) -> list[SettingValue]:
         """Every setting that the server runs with."""

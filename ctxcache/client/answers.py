@@ -918,6 +918,30 @@ class FleetView:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectedFleet:
+    """Response of CollectFleet."""
+
+    shared_session_count: int = 0
+    """Sessions of which the bucket has something."""
+    object_count: int = 0
+    """Objects that it has of them."""
+    size_bytes: int = 0
+    """Their size."""
+    garbage_object_count: int = 0
+    """Objects that no head names, and that are older than the grace."""
+    garbage_bytes: int = 0
+    """Their size."""
+    expired_session_count: int = 0
+    """Sessions that have expired, and whose host is lost."""
+    busy_session_count: int = 0
+    """Sessions whose heads changed meanwhile. They are left for the next time."""
+    problems: tuple[str, ...] = ()
+    """What could not be read, a sentence each. It is left as it is."""
+    done_percent: int = 0
+    """How much of the bucket was looked through, in hundredths."""
+
+
+@dataclass(frozen=True, slots=True)
 class MethodActivity:
     """Rpcs of one method."""
 

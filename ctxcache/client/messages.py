@@ -875,6 +875,34 @@ def write_fleet_view(plain: types.FleetView) -> operations_pb2.Fleet:
     )
 
 
+def read_collected_fleet(message: operations_pb2.CollectFleetResponse) -> types.CollectedFleet:
+    return types.CollectedFleet(
+        shared_session_count=message.shared_session_count,
+        object_count=message.object_count,
+        size_bytes=message.size_bytes,
+        garbage_object_count=message.garbage_object_count,
+        garbage_bytes=message.garbage_bytes,
+        expired_session_count=message.expired_session_count,
+        busy_session_count=message.busy_session_count,
+        problems=tuple(message.problems),
+        done_percent=message.done_percent,
+    )
+
+
+def write_collected_fleet(plain: types.CollectedFleet) -> operations_pb2.CollectFleetResponse:
+    return operations_pb2.CollectFleetResponse(
+        shared_session_count=plain.shared_session_count,
+        object_count=plain.object_count,
+        size_bytes=plain.size_bytes,
+        garbage_object_count=plain.garbage_object_count,
+        garbage_bytes=plain.garbage_bytes,
+        expired_session_count=plain.expired_session_count,
+        busy_session_count=plain.busy_session_count,
+        problems=plain.problems,
+        done_percent=plain.done_percent,
+    )
+
+
 def read_method_activity(message: operations_pb2.MethodActivity) -> types.MethodActivity:
     return types.MethodActivity(
         method=message.method,
@@ -1195,6 +1223,7 @@ WRITERS: dict[type, Callable[[Any], Message]] = {
     types.EngineUse: write_engine_use,
     types.FleetNode: write_fleet_node,
     types.FleetView: write_fleet_view,
+    types.CollectedFleet: write_collected_fleet,
     types.MethodActivity: write_method_activity,
     types.SessionActivity: write_session_activity,
     types.TenantActivity: write_tenant_activity,

@@ -17,9 +17,9 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from ctxcache.errors import (
     Unavailable,
 )
 from ctxcache.fleet.arrival import Arrival, bring
+from ctxcache.fleet.collecting import SHARDS, Collected, Collecting
 from ctxcache.fleet.peers import Asking, Former
 from ctxcache.fleet.sharing import Sharing
 from ctxcache.fleet.sources import Offer
@@ -68,6 +69,8 @@ COMING_AT_ONCE = 64
 ANNOUNCED_AT_ONCE = 16
 BURIED_AT_ONCE = 256
 FORGOTTEN_PER_SLICE = 1000
+COLLECT_INTERVAL_S = 3600.0
+PROBLEMS_TOLD = 100
 SAVE_WAIT_S = 1.0
 """How long a turn waits for the one before to be saved at another store. Then it is computed alone."""
 LOOK_INTERVAL_S = 0.1
@@ -138,6 +141,7 @@ class Fleet:
             bytes_per_s=share_bytes_per_s,
         )
         cache.state.changed = self.sharing.changed
+        self.collecting = Collecting(register, objects, secret, self.claims)
         self._announcing: set[Name] = set()
         """Sessions whose heads are written now."""
         self._burying = 0
@@ -197,6 +201,7 @@ class Fleet:
             loops.create_task(self._publish())
             loops.create_task(self._forget())
             loops.create_task(self.sharing.run())
+            loops.create_task(self._collect())
 
     async def close(self) -> None:
         """End what runs. Nothing is given up: the sessions are this host's when it comes back."""
@@ -268,6 +273,38 @@ class Fleet:
             for uid in ended:
                 self._former.pop(uid, None)
             self._guest_of = {name: uid for name, uid in self._guest_of.items() if uid in self._former}
+
+    async def _collect(self) -> None:
+        while True:
+            # Not all at once, where many have started together.
+            await asyncio.sleep(COLLECT_INTERVAL_S / 2 + secrets.randbelow(int(COLLECT_INTERVAL_S)))
+            try:
+                if await self.collecting.is_due():
+                    async for collected in self.collecting.collect():
+                        if collected.shard_count == len(SHARDS):
+                            log.info("fleet_collected %s", _told(collected))
+            except (NoAnswer, ForeignObject) as error:
+                log.warning("fleet_not_collected error=%s", error)
+
+    async def collect(
+        self, *, grace_s: float, is_dry_run: bool
+    ) -> AsyncGenerator[operations_pb2.CollectFleetResponse]:
+        """Collect what no head names, or say what would be. Raises Unavailable."""
+        try:
+            async for collected in self.collecting.collect(grace_s=grace_s, is_dry_run=is_dry_run):
+                yield operations_pb2.CollectFleetResponse(
+                    shared_session_count=collected.session_count,
+                    object_count=collected.object_count,
+                    size_bytes=collected.size_bytes,
+                    garbage_object_count=collected.garbage_object_count,
+                    garbage_bytes=collected.garbage_bytes,
+                    expired_session_count=collected.expired_session_count,
+                    busy_session_count=collected.busy_session_count,
+                    problems=collected.problems[:PROBLEMS_TOLD],
+                    done_percent=100 * collected.shard_count // len(SHARDS),
+                )
+        except NoAnswer as error:
+            raise Unavailable(target=self._bucket, problem=str(error)) from error
 
     async def _bury_expired(self, gone: Iterable[Name]) -> None:
         """What the bucket has of sessions that have expired here is removed; of evicted ones it stays."""
@@ -671,6 +708,11 @@ def _described(guest: session_pb2.Session) -> dict[str, Any]:
         "salt": validate.salt(guest.salt, "session.salt"),
         "labels": validate.labels(guest.labels, "session.labels"),
     }
+
+
+def _told(collected: Collected) -> str:
+    facts = asdict(collected) | {"problems": len(collected.problems)}
+    return " ".join(f"{name}={value}" for name, value in facts.items())
 
 
 def _check_parts(offer: Offer) -> None:

@@ -62,6 +62,7 @@ QUIET_S = 1.0
 """How long a turn has to be over before its rows are shared unasked."""
 AGAIN_S = 5.0
 """After so long what could not be shared is tried again."""
+LIFE_INTERVAL_S = 60.0
 AT_ONCE = 2
 LOOKS = 3
 THREAD_TIMEOUT_S = 10.0
@@ -73,6 +74,8 @@ class _Known:
 
     parts: list[Part]
     index: str = ""
+    expire_time_ns: int = 0
+    """When the session ends, as the bucket was told."""
     litter: set[str] = field(default_factory=set)
     """Paths that no head names once the next one is written."""
 
@@ -125,9 +128,13 @@ class Sharing:
 
     async def run(self) -> None:
         """Share what is due, for ever; ends by cancellation."""
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(QUIET_S)
             now = time.monotonic()
+            if now - looked > LIFE_INTERVAL_S:
+                looked = now
+                self._note_lives()
             due = [name for name, at in self._due.items() if at <= now]
             for begin in range(0, len(due), AT_ONCE):
                 some = due[begin : begin + AT_ONCE]
@@ -135,6 +142,14 @@ class Sharing:
                 # Where the bucket is silent, all the others do not ask it again at once.
                 if not all(heard):
                     break
+
+    def _note_lives(self) -> None:
+        """The bucket is told how long sessions live on that were used here, and not written."""
+        for uid, known in list(self._known.items()):
+            session = self._cache.ledger.names.by_uid.get(bytes.fromhex(uid))
+            if session is None or session.is_guest or not known.index or not _lives_longer(session, known):
+                continue
+            self._due.setdefault(Name(session.tenant, session.session_id), time.monotonic())
 
     async def _share_unasked(self, name: Name) -> bool:
         """Share a session that is due. False: the bucket does not answer."""
@@ -164,19 +179,22 @@ class Sharing:
         turn = self._turns.setdefault(name, asyncio.Lock())
         async with turn:
             try:
-                await self._share(name)
-            except NoAnswer as error:
+                for _ in range(LOOKS):
+                    if await self._share(name):
+                        return
+            except (NoAnswer, ForeignObject, DecodeError) as error:
                 self._counts.share_failures += 1
                 raise Unavailable(target=self._bucket, problem=str(error)) from error
-            except ForeignObject as error:
-                self._counts.share_failures += 1
-                raise Unavailable(target=self._bucket, problem=str(error)) from error
+            self._counts.share_failures += 1
+            raise Unavailable(target=self._bucket, problem="the session's head takes no change")
 
-    async def _share(self, name: Name) -> None:
+    async def _share(self, name: Name) -> bool:
+        """False: its head has changed, and what was put may be gone."""
         session = self._session(name)
         if session is None:
             raise SessionNotFound(session=f"sessions/{name.session_id}")
         await self._own(name)
+        term = self._claims.term(name)
         if session.durable_end < session.log_end:
             await self._cache.flushing.flush(session)
         known = await self._known_of(name, session)
@@ -189,8 +207,10 @@ class Sharing:
             least_bytes=LEAST_BYTES,
             most_bytes=self._most_bytes(session),
         )
-        if not cuts and len(right) == len(known.parts) and known.index:
-            return
+        is_told = known.index and not _lives_longer(session, known)
+        if not cuts and len(right) == len(known.parts) and is_told:
+            return True
+        expire_time_ns = session.expire_time_ns
         for cut in cuts:
             part = await self._put(name, session, cut)
             known.litter.add(self._path(name, part.name))
@@ -199,11 +219,17 @@ class Sharing:
         told = still_right(kept, _durable(session))
         before, index = self._claims.shared(name), await self._put_index(name, session, told)
         known.litter.add(self._path(name, index))
-        await self._name_in_head(name, session, index)
+        verdict = await self._claims.share(name, session.uid.hex(), index, term)
+        if verdict is Verdict.UNKNOWN:
+            return False
+        if verdict is not Verdict.HERE:
+            raise SessionMoved(session=session.name)
         if before:
             known.litter.add(self._path(name, before))
         self._tidy(name, known, told, index)
+        known.expire_time_ns = expire_time_ns
         self._counts.shares += 1
+        return True
 
     def _most_bytes(self, session: Session) -> int:
         # Whoever lets it land needs room for all of an object at once, and may be as small as this store.
@@ -283,16 +309,6 @@ class Sharing:
         path = self._path(name, made)
         await self._objects.put(path, self._secret.signed(path, index.SerializeToString()))
         return made
-
-    async def _name_in_head(self, name: Name, session: Session, index: str) -> None:
-        for _ in range(LOOKS):
-            verdict = await self._claims.share(name, session.uid.hex(), index)
-            if verdict is Verdict.HERE:
-                return
-            # Unanswered: the same change, until it is known to have been made.
-            if verdict is not Verdict.UNKNOWN:
-                raise SessionMoved(session=session.name)
-        raise NoAnswer("its head takes no change")
 
     def _tidy(self, name: Name, known: _Known, told: list[Part], index: str) -> None:
         """The head names these now. What it named before, or what was put in vain, goes."""
@@ -418,6 +434,12 @@ class Sharing:
 def _durable(session: Session) -> Ranges:
     """What may be shared: these positions have the same rows after a crash, too."""
     return ranges.clip(session.live, 0, session.durable_end)
+
+
+# At most four times in the life of a session that is read all the while.
+def _lives_longer(session: Session, known: _Known) -> bool:
+    """Whether a session lives on for notably longer than the bucket was told."""
+    return session.expire_time_ns - known.expire_time_ns > (session.expiration.ttl_ns or 0) // 4
 
 
 def _range(span: Range) -> session_pb2.TokenRange:

@@ -513,7 +513,7 @@ class Server:
             self.control.cut_off,
             self.storage.ssd.hold,
             self.storage.faults,
-            self.fleet.describe if self.fleet is not None else None,
+            self.fleet,
         )
         admin_service = AdminService(self.cache, about, self._reloading.shown, self.reload, controls)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin_service, served)

@@ -8,7 +8,7 @@ Answers from what is there; changes the cache through its own use cases and the 
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,6 +73,19 @@ class ReloadedSettings(Protocol):
 
 REPORT_INTERVAL_S = 0.2
 ACTIVITY_LIMIT, ACTIVITY_DEFAULT = 100, 10
+DEFAULT_GRACE_S, LEAST_GRACE_S = 24 * 3600, 3600
+
+
+class FleetControls(Protocol):
+    """What an operator asks of a fleet."""
+
+    async def describe(self) -> operations_pb2.Fleet:
+        """All that is known of it. Raises Unavailable."""
+
+    def collect(
+        self, *, grace_s: float, is_dry_run: bool
+    ) -> AsyncGenerator[operations_pb2.CollectFleetResponse]:
+        """Remove what no head names, or say what would be. Raises Unavailable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +102,8 @@ class Controls:
     cut_off: Callable[[int], Awaitable[bool]]
     hold_path: Callable[[int, bool], None]
     faults: Faults | None = None
-    fleet: Callable[[], Awaitable[operations_pb2.Fleet]] | None = None
-    """Tells of the fleet; None in a store that is alone."""
+    fleet: FleetControls | None = None
+    """None in a store that is alone."""
 
 
 _NUMBERS = {kind: faults_pb2.FaultKind.Value(f"FAULT_KIND_{kind.name}") for kind in FaultKind}
@@ -456,9 +469,25 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: operations_pb2.GetFleetRequest, context: Context
     ) -> operations_pb2.Fleet:
         """See the proto."""
+        return await self._fleet().describe()
+
+    async def CollectFleet(
+        self, request: operations_pb2.CollectFleetRequest, context: Context
+    ) -> AsyncIterator[operations_pb2.CollectFleetResponse]:
+        """See the proto."""
+        fleet, grace_s = self._fleet(), DEFAULT_GRACE_S
+        if request.HasField("grace"):
+            grace_s = validate.within(
+                request.grace.seconds, LEAST_GRACE_S, validate.LATEST_NS // 10**9, "grace"
+            )
+        async with aclosing(fleet.collect(grace_s=grace_s, is_dry_run=request.is_dry_run)) as collected:
+            async for so_far in collected:
+                yield so_far
+
+    def _fleet(self) -> FleetControls:
         if self._controls.fleet is None:
             raise FleetNotFound
-        return await self._controls.fleet()
+        return self._controls.fleet
 
     async def ListEngines(
         self,

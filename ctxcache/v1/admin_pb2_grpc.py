@@ -138,6 +138,11 @@ class AdminServiceStub(object):
                 request_serializer=ctxcache_dot_v1_dot_operations__pb2.GetFleetRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_operations__pb2.Fleet.FromString,
                 _registered_method=True)
+        self.CollectFleet = channel.unary_stream(
+                '/ctxcache.v1.AdminService/CollectFleet',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.CollectFleetRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_operations__pb2.CollectFleetResponse.FromString,
+                _registered_method=True)
         self.ListEngines = channel.unary_unary(
                 '/ctxcache.v1.AdminService/ListEngines',
                 request_serializer=ctxcache_dot_v1_dot_operations__pb2.ListEnginesRequest.SerializeToString,
@@ -330,6 +335,16 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CollectFleet(self, request, context):
+        """Removes from the bucket what no head names and is older than a grace, and sessions that have expired with a
+        lost host; each day one store of the fleet does so unasked. Errors: NOT_FOUND (FLEET_NOT_FOUND) from a store
+        that is alone; INVALID_ARGUMENT (INVALID_FIELD); UNAVAILABLE (UNAVAILABLE) where the bucket does not answer.
+        Answers with how far it is, and with all of it at last.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListEngines(self, request, context):
         """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
@@ -464,6 +479,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetFleet,
                     request_deserializer=ctxcache_dot_v1_dot_operations__pb2.GetFleetRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_operations__pb2.Fleet.SerializeToString,
+            ),
+            'CollectFleet': grpc.unary_stream_rpc_method_handler(
+                    servicer.CollectFleet,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.CollectFleetRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_operations__pb2.CollectFleetResponse.SerializeToString,
             ),
             'ListEngines': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEngines,
@@ -987,6 +1007,33 @@ class AdminService(object):
             '/ctxcache.v1.AdminService/GetFleet',
             ctxcache_dot_v1_dot_operations__pb2.GetFleetRequest.SerializeToString,
             ctxcache_dot_v1_dot_operations__pb2.Fleet.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CollectFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/CollectFleet',
+            ctxcache_dot_v1_dot_operations__pb2.CollectFleetRequest.SerializeToString,
+            ctxcache_dot_v1_dot_operations__pb2.CollectFleetResponse.FromString,
             options,
             channel_credentials,
             insecure,

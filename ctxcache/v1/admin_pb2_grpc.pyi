@@ -124,6 +124,12 @@ class AdminServiceStub:
     NOT_FOUND (FLEET_NOT_FOUND) from a store that is alone; UNAVAILABLE (UNAVAILABLE) where the bucket does not
     answer.
     """
+    CollectFleet: _grpc.UnaryStreamMultiCallable[_operations_pb2.CollectFleetRequest, _operations_pb2.CollectFleetResponse]
+    """Removes from the bucket what no head names and is older than a grace, and sessions that have expired with a
+    lost host; each day one store of the fleet does so unasked. Errors: NOT_FOUND (FLEET_NOT_FOUND) from a store
+    that is alone; INVALID_ARGUMENT (INVALID_FIELD); UNAVAILABLE (UNAVAILABLE) where the bucket does not answer.
+    Answers with how far it is, and with all of it at last.
+    """
     ListEngines: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ListEnginesRequest, _operations_pb2.ListEnginesResponse]
     """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
     Record: _grpc.UnaryStreamMultiCallable[_recording_pb2.RecordRequest, _recording_pb2.RecordResponse]
@@ -237,6 +243,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Tells this store's place in its fleet, and which other stores have said where they are. Errors:
     NOT_FOUND (FLEET_NOT_FOUND) from a store that is alone; UNAVAILABLE (UNAVAILABLE) where the bucket does not
     answer.
+    """
+    CollectFleet: _aio.UnaryStreamMultiCallable[_operations_pb2.CollectFleetRequest, _operations_pb2.CollectFleetResponse]  # type: ignore[assignment]
+    """Removes from the bucket what no head names and is older than a grace, and sessions that have expired with a
+    lost host; each day one store of the fleet does so unasked. Errors: NOT_FOUND (FLEET_NOT_FOUND) from a store
+    that is alone; INVALID_ARGUMENT (INVALID_FIELD); UNAVAILABLE (UNAVAILABLE) where the bucket does not answer.
+    Answers with how far it is, and with all of it at last.
     """
     ListEngines: _aio.UnaryUnaryMultiCallable[_operations_pb2.ListEnginesRequest, _operations_pb2.ListEnginesResponse]  # type: ignore[assignment]
     """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
@@ -456,6 +468,18 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Tells this store's place in its fleet, and which other stores have said where they are. Errors:
         NOT_FOUND (FLEET_NOT_FOUND) from a store that is alone; UNAVAILABLE (UNAVAILABLE) where the bucket does not
         answer.
+        """
+
+    @_abc_1.abstractmethod
+    def CollectFleet(
+        self,
+        request: _operations_pb2.CollectFleetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_operations_pb2.CollectFleetResponse], _abc.AsyncIterator[_operations_pb2.CollectFleetResponse]]:
+        """Removes from the bucket what no head names and is older than a grace, and sessions that have expired with a
+        lost host; each day one store of the fleet does so unasked. Errors: NOT_FOUND (FLEET_NOT_FOUND) from a store
+        that is alone; INVALID_ARGUMENT (INVALID_FIELD); UNAVAILABLE (UNAVAILABLE) where the bucket does not answer.
+        Answers with how far it is, and with all of it at last.
         """
 
     @_abc_1.abstractmethod

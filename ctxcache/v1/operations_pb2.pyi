@@ -848,6 +848,90 @@ class GetFleetRequest(_message.Message):
 Global___GetFleetRequest: _TypeAlias = GetFleetRequest  # noqa: Y015
 
 @_typing.final
+class CollectFleetRequest(_message.Message):
+    """Request of CollectFleet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_DRY_RUN_FIELD_NUMBER: _builtins.int
+    GRACE_FIELD_NUMBER: _builtins.int
+    is_dry_run: _builtins.bool
+    """Whether nothing is to be removed."""
+    @_builtins.property
+    def grace(self) -> _duration_pb2.Duration:
+        """How old an object has to be that no head names, at least an hour. Unset: a day."""
+
+    def __init__(
+        self,
+        *,
+        is_dry_run: _builtins.bool = ...,
+        grace: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace", "is_dry_run", b"is_dry_run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectFleetRequest: _TypeAlias = CollectFleetRequest  # noqa: Y015
+
+@_typing.final
+class CollectFleetResponse(_message.Message):
+    """Response of CollectFleet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    OBJECT_COUNT_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    GARBAGE_OBJECT_COUNT_FIELD_NUMBER: _builtins.int
+    GARBAGE_BYTES_FIELD_NUMBER: _builtins.int
+    EXPIRED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    BUSY_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    DONE_PERCENT_FIELD_NUMBER: _builtins.int
+    shared_session_count: _builtins.int
+    """Sessions of which the bucket has something."""
+    object_count: _builtins.int
+    """Objects that it has of them."""
+    size_bytes: _builtins.int
+    """Their size."""
+    garbage_object_count: _builtins.int
+    """Objects that no head names, and that are older than the grace."""
+    garbage_bytes: _builtins.int
+    """Their size."""
+    expired_session_count: _builtins.int
+    """Sessions that have expired, and whose host is lost."""
+    busy_session_count: _builtins.int
+    """Sessions whose heads changed meanwhile. They are left for the next time."""
+    done_percent: _builtins.int
+    """How much of the bucket was looked through, in hundredths."""
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What could not be read, a sentence each. It is left as it is."""
+
+    def __init__(
+        self,
+        *,
+        shared_session_count: _builtins.int = ...,
+        object_count: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        garbage_object_count: _builtins.int = ...,
+        garbage_bytes: _builtins.int = ...,
+        expired_session_count: _builtins.int = ...,
+        busy_session_count: _builtins.int = ...,
+        problems: _abc.Iterable[_builtins.str] | None = ...,
+        done_percent: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_session_count", b"busy_session_count", "done_percent", b"done_percent", "expired_session_count", b"expired_session_count", "garbage_bytes", b"garbage_bytes", "garbage_object_count", b"garbage_object_count", "object_count", b"object_count", "problems", b"problems", "shared_session_count", b"shared_session_count", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectFleetResponse: _TypeAlias = CollectFleetResponse  # noqa: Y015
+
+@_typing.final
 class Fleet(_message.Message):
     """A fleet of stores, as one of them sees it."""
 

@@ -21,7 +21,7 @@ from ctxcache.core.fleet import claims as production
 from ctxcache.core.fleet import heads
 from ctxcache.core.fleet.claims import Busy, Claims, Left, Source, Verdict
 from ctxcache.core.fleet.heads import Head, Name, Secret
-from ctxcache.core.fleet.register import Entry, NoAnswer, Refused
+from ctxcache.core.fleet.register import Entry, NoAnswer, Refused, put
 from ctxcache.core.fleet.tenure import Tenure
 
 SECRET = Secret(b"a secret of sixteen bytes or more")
@@ -30,8 +30,7 @@ NODES = "abc"
 STEPS = 400
 heads.PAST_LIMIT = 2
 BEAT_EVERY = 25
-FATES = ((90, 4, 4, 2), (60, 20, 12, 8))
-"""How often a call is answered, made and not heard of, lost, and late: of every other history."""
+GRACE = 6
 
 
 class Broken(AssertionError):
@@ -283,7 +282,9 @@ class Node:
         """Put a session's rows into the bucket, and have its head say so."""
         rows = self.named.get(name)
         # One at a time, as the store has it.
-        if rows is None or not self.claims.is_here(name) or name in self.sharing:
+        if self.claims.tenure(name) is not Tenure.OWNED or name in self.sharing:
+            return
+        if rows is None or not self.claims.is_here(name):
             return
         self.sharing.add(name)
         try:
@@ -292,16 +293,44 @@ class Node:
             self.sharing.discard(name)
 
     async def _share(self, name: Name, rows: Rows) -> None:
+        term = self.claims.term(name)
         before, shared, tags = self.claims.shared(name), f"o{next(self.world.numbers)}", tuple(rows.tags)
         if await Step() != "done":
             return
         self.world.shared[shared] = tags
-        if await self.claims.share(name, rows.uid, shared) is not Verdict.HERE:
+        self.world.put_at[shared] = name, self.world.step
+        # There are several, and one that lists them.
+        for _ in range(3):
+            await Step()
+        if await self.claims.share(name, rows.uid, shared, term) is not Verdict.HERE:
             return
         self.world.acknowledge(name, shared)
         # What the head named before is named by none, and never will be.
         if before != shared:
             self.world.shared.pop(before, None)
+
+    async def collect(self, name: Name) -> None:
+        """Remove what the bucket has of a session that its head does not name."""
+        world, path = self.world, SECRET.head_path(name)
+        put_at = [
+            shared
+            for shared, (whose, at) in world.put_at.items()
+            if whose == name and world.step - at > GRACE
+        ]
+        old = [shared for shared in put_at if shared in world.shared]
+        try:
+            entry = await MemoryRegister(world, self).get(path)
+            head = None if entry is None else SECRET.read_head(entry.body)
+            old = [shared for shared in old if head is None or shared != head.shared]
+            if old and entry is not None and head is not None and world.control != "no_fence":
+                body = SECRET.write(head.touched(f"{next(world.numbers):016x}"))
+                found = await put(MemoryRegister(world, self), path, body, entry)
+                if found is None or found.body != body:
+                    return
+        except NoAnswer:
+            return
+        for shared in old:
+            world.shared.pop(shared, None)
 
     async def publish(self) -> None:
         """Write the heads that are lacking."""
@@ -379,6 +408,8 @@ class World:
     """Copies that were given up, by uid, and to which node."""
     shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """What the bucket has, by the names that heads have for it."""
+    put_at: dict[str, tuple[Name, int]] = field(default_factory=dict)
+    """Of which session it is, and at which step it was put."""
     over: set[str] = field(default_factory=set)
     """What of it was found to have expired."""
     moves: int = 0
@@ -404,7 +435,8 @@ class World:
         history = self.heads.setdefault(path, [])
         if history and head.term <= history[-1][1].term:
             raise Broken(f"term {head.term} behind {history[-1][1].term}")
-        if head.node != node.letter:
+        is_touched = bool(history) and replace(history[-1][1], term=head.term, nonce=head.nonce) == head
+        if head.node != node.letter and not is_touched:
             raise Broken("a node made another one the owner")
         if history and head.uid == history[-1][1].uid and head.node != history[-1][1].node:
             raise Broken("a session was taken over without a new uid")
@@ -476,7 +508,10 @@ class World:
         which, name = self.random.random(), self.random.choice(NAMES)
         if which < 0.6:
             return node.turn(name)
-        chores = ((0.63, node.end), (0.66, node.replace), (0.75, node.delete), (0.87, node.share))
+        chores = (
+            *((0.63, node.end), (0.66, node.replace), (0.74, node.delete)),
+            *((0.84, node.share), (0.9, node.collect)),
+        )
         for share, chore in chores:
             if which < share:
                 return chore(name)
@@ -484,7 +519,7 @@ class World:
 
     def _advance(self, node: Node) -> None:
         task = self.random.choice(node.tasks)
-        fate = self.random.choices(("done", "unheard", "lost", "late"), FATES[self.seed % len(FATES)])[0]
+        fate = self.random.choices(("done", "unheard", "lost", "late"), (90, 4, 4, 2))[0]
         try:
             is_new = getcoroutinestate(task) == CORO_CREATED
             task.send(None if is_new else fate)  # type: ignore[arg-type]  # what a coroutine begins with
@@ -518,6 +553,7 @@ CONTROLS = (
     "trust_claims",
     "forget_shared",
     "share_early",
+    "no_fence",
 )
 
 
@@ -577,7 +613,7 @@ def _plant(control: str, claims: Claims, node: Node) -> None:  # noqa: C901  a b
         # The new owner's head says nothing of what the bucket has.
         return await plain_land(name, entry, replace(head, shared=""), *rest)
 
-    async def share(_name: Name, _uid: str, _shared: str) -> Verdict:
+    async def share(*_: object) -> Verdict:
         # Acknowledged, and the head is not changed.
         return Verdict.HERE
 

@@ -523,16 +523,19 @@ class Claims:
             return ""
         return self._secret.read_head(copy.entry.body).shared
 
-    async def share(self, name: Name, uid: str, shared: str) -> Verdict:
+    async def share(self, name: Name, uid: str, shared: str, term: int) -> Verdict:
         """Have the head of an owned copy say which rows the bucket has.
 
-        HERE: it does. UNKNOWN: it may, and is to be tried again. Else the copy is not this host's.
+        `term`: that of its head before the first of them was put: what was put under another may be gone.
+        HERE: it does. UNKNOWN: it may, and what was put for it may be gone: it is to be put again. Else the
+        copy is not this host's.
         """
         copy = self._claimed.get(name)
-        if copy is None or copy.entry is None or copy.tenure is not Tenure.OWNED:
+        is_owned = copy is not None and copy.tenure is Tenure.OWNED
+        if copy is None or copy.entry is None or not (is_owned and copy.uid == uid == self._copies.uid(name)):
             return Verdict.ABSENT
-        if not copy.uid == uid == self._copies.uid(name):
-            return Verdict.ABSENT
+        if copy.term != term:
+            return Verdict.UNKNOWN
         made = self._secret.read_head(copy.entry.body).followed_by(self._mine(uid, shared))
         try:
             with self._work_on(name):
@@ -554,7 +557,7 @@ class Claims:
             return Verdict.UNKNOWN
         head = self._secret.read_head(found.body)
         if (head.node, head.incarnation, head.uid) == (self.node, self.incarnation, copy.uid):
-            # Our own change, of which no answer came.
+            # Our own change, of which no answer came, or that of a collector.
             copy.entry, copy.term = found, head.term
             return Verdict.UNKNOWN
         self._lose(name)
@@ -571,7 +574,7 @@ class Claims:
         head = self._secret.read_head(copy.entry.body)
         if head.is_deleted or head.node != self.node:
             return ""
-        made = replace(head.followed_by(self._mine(head.uid)), is_deleted=True)
+        made = self.ended(head)
         found = await self._put(name, made, copy.entry)
         # Another one of this name may have been created during the wait.
         if self._claimed.get(name) is copy:
@@ -592,7 +595,7 @@ class Claims:
         head = self._secret.read_head(copy.entry.body)
         if not head.shared:
             return ""
-        made = replace(head.followed_by(self._mine(head.uid)), is_deleted=True)
+        made = self.ended(head)
         # Without an answer it may be deleted for all others, who may begin another one.
         copy.tenure = step(copy.tenure, Turn.DOUBTED)
         with self._work_on(name):
@@ -602,6 +605,10 @@ class Claims:
         # Should it not be deleted after all, it is published again.
         self._claim(name, Copy(copy.uid, Tenure.PRIVATE, found))
         return head.shared
+
+    def ended(self, head: Head) -> Head:
+        """The head that says that there is no such session any more."""
+        return replace(head.followed_by(self._mine(head.uid)), is_deleted=True)
 
     def _mine(self, uid: str, shared: str = "") -> Head:
         return Head(uid, self.node, self.incarnation, self.address, 1, self._nonce(), shared=shared)

@@ -66,6 +66,10 @@ class Head:
             head, term=self.term + 1, past=past if past is None or len(past) <= PAST_LIMIT else None
         )
 
+    def touched(self, nonce: str) -> "Head":
+        """The same, as another object: whoever has read this one can change it no more."""
+        return replace(self, term=self.term + 1, nonce=nonce)
+
     def is_past(self, uid: str) -> bool:
         """Whether a copy that is here had the name before what this head names, as far as is known."""
         return self.past is None or uid in self.past
