@@ -7,6 +7,10 @@ import pytest
 from command_line import ctxcache
 
 from ctxcache.cli.failures import ExitCode
+from ctxcache.simulate import sizing
+from ctxcache.simulate.crowd import Crowd
+from ctxcache.simulate.load import Load
+from ctxcache.simulate.sizing import sizes_of
 
 FEW = ("--users", "150", "--model", "llama-3-8b", "--conversations", "1", "--turns", "4")
 
@@ -37,15 +41,18 @@ def test_facts_for_scripts() -> None:
     assert max(sized["net_saved"] for sized in sizes) == sizes[facts["best"]]["net_saved"]
 
 
-def test_many_users_are_scaled_from_some() -> None:
+def test_many_users_are_scaled_from_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes of ten times as many are ten times as large: drawn whole, and from a tenth of them."""
+    monkeypatch.setattr(sizing, "SAMPLE_CONVERSATIONS", 300)
+    load = Load(is_inclusive=True, segment_tokens=64, is_timed=True, is_closed=True)
     some, many = (
-        json.loads(ctxcache("size", *FEW, "--users", users, "-o", "json").stdout)["sizes"][-1]
-        for users in ("1500", "15000")
+        list(sizes_of(Crowd(users, 1, 8000, 4, 300, 8 * 3600), load, "value", step=lambda *_: None))[-1]
+        for users in (300, 3000)
     )
-    assert many["ssd_bytes"] / some["ssd_bytes"] == pytest.approx(10, rel=0.01)
-    assert many["gpu_hours_saved_per_day"] / some["gpu_hours_saved_per_day"] == pytest.approx(10, rel=0.01)
-    assert many["prompt_hit_rate"] == pytest.approx(some["prompt_hit_rate"], abs=0.01)
+    assert many.ssd_bytes / some.ssd_bytes == pytest.approx(10, rel=0.01)
+    assert many.gpu_hours_saved_per_day / some.gpu_hours_saved_per_day == pytest.approx(10, rel=0.01)
+    assert many.prompt_hit_rate == pytest.approx(some.prompt_hit_rate, abs=0.01)
+    assert 0 < some.prompt_hit_rate < 1
 
 
 @pytest.mark.parametrize(

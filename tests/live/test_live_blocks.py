@@ -8,7 +8,7 @@ from ctxcache.simulate.rows import TraceTurn
 from lab.placement.regimes import REGIMES
 from tests.live.blocks import live, simulated
 
-DRAM_BLOCKS, SSD_BLOCKS, REQUESTS = 96, 600, 250
+DRAM_BLOCKS, SSD_BLOCKS, REQUESTS = 64, 360, 150
 
 
 @pytest.mark.parametrize(
