@@ -57,6 +57,7 @@ TYPES = {
     "FleetNode": "FleetNode",
     "Fleet": "FleetView",
     "CollectFleetResponse": "CollectedFleet",
+    "PublishSessionsResponse": "PublishedSessions",
     "MethodActivity": "MethodActivity",
     "SessionActivity": "SessionActivity",
     "TenantActivity": "TenantActivity",

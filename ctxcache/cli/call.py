@@ -57,6 +57,7 @@ from ctxcache.client.types import (
     MissReport,
     ModelInfo,
     PrefixMatch,
+    PublishedSessions,
     SessionInfo,
     StoreStats,
     TenantStats,
@@ -82,6 +83,7 @@ _VIEWS: Mapping[type, Callable[..., RenderableType]] = {
     HeldLease: tables.lease_grid,
     FleetView: tables.fleet_view,
     CollectedFleet: tables.collected_view,
+    PublishedSessions: tables.published_view,
     InjectedFault: lambda fault: tables.faults_table([fault]),
 }
 _LISTS: Mapping[str, Callable[..., RenderableType]] = {

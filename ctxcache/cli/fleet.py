@@ -9,8 +9,9 @@ from rich.progress import Progress
 
 from ctxcache.cli.call import CliCall, online, watched
 from ctxcache.cli.documents import examples
+from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.units import parse_span, parsed
-from ctxcache.client.types import CollectedFleet
+from ctxcache.client.types import CollectedFleet, PublishedSessions
 
 app = typer.Typer()
 fleet = typer.Typer(no_args_is_help=True, help="Look at the stores of a fleet, and tidy up their bucket.")
@@ -23,6 +24,33 @@ def status(call: CliCall) -> None:
     """Show this store's place in its fleet, and the others: who answers, and what moved since it started."""
     with call.client() as client:
         call.show(client.admin.fleet())
+
+
+@fleet.command("publish", epilog=examples("ctxcache fleet publish", "ctxcache fleet publish --rows"))
+@online
+def publish(
+    call: CliCall,
+    *,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Put their rows into the bucket, too: the store may go then.")
+    ] = False,
+) -> None:
+    """Have the bucket know of every session of this store.
+
+    A store that was alone is asked so before others are added. Exits with 6 where the bucket does not know of
+    one at the end.
+    """
+    last = PublishedSessions()
+    with (
+        call.client() as client,
+        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar,
+    ):
+        task = bar.add_task("publishing")
+        for last in client.admin.publish_sessions(has_rows=rows):
+            bar.update(task, total=last.session_count, completed=last.done_count)
+    call.show(last)
+    if last.failed_count:
+        raise typer.Exit(ExitCode.UNAVAILABLE)
 
 
 @fleet.command(

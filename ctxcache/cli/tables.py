@@ -30,6 +30,7 @@ from ctxcache.client.types import (
     MissReport,
     ModelInfo,
     PrefixMatch,
+    PublishedSessions,
     SessionInfo,
     SharedPrefix,
     StoreStats,
@@ -292,6 +293,17 @@ def fleet_view(fleet: FleetView) -> RenderableType:
         taken = str(node.taken_session_count)
         rows.add_row(node.node[:FINGERPRINT_DIGITS], node.address, _node_state(node), taken, node.problem)
     return Group(facts, "", rows)
+
+
+def published_view(published: PublishedSessions) -> RenderableType:
+    """What became of a store's sessions."""
+    known = f"{published.published_count} of {counted(published.session_count, 'session')}"
+    failed = counted(published.failed_count, "session")
+    return grid(
+        ("known to the bucket", known),
+        ("gone or elsewhere", counted(published.elsewhere_count, "session")),
+        ("failed", f"{failed}: {published.problem}" if published.failed_count else failed),
+    )
 
 
 def collected_view(collected: CollectedFleet) -> RenderableType:

@@ -16,6 +16,7 @@ from ctxcache.client.messages import (
     read_held_lease,
     read_injected_fault,
     read_miss_report,
+    read_published_sessions,
     read_recording_part,
     read_session_info,
     read_setting_value,
@@ -36,6 +37,7 @@ from ctxcache.client.types import (
     InjectedFault,
     InjectedFaultKind,
     MissReport,
+    PublishedSessions,
     RecordingPart,
     SessionInfo,
     SettingsReload,
@@ -81,6 +83,17 @@ class AdminCalls:
     def fleet(self) -> FleetView:
         """Return what the server says of its fleet. Raises FleetNotFound, Unavailable (the bucket)."""
         return read_fleet_view(self._wire.call(self._wire.admin.GetFleet, operations_pb2.GetFleetRequest()))
+
+    def publish_sessions(self, *, has_rows: bool = False) -> Iterator[PublishedSessions]:
+        """Have the fleet's bucket know of every session that is here, without a deadline.
+
+        Yields how far it is, and all of it at last. `has_rows`: it gets their rows, too.
+        Raises FleetNotFound.
+        """
+        request = operations_pb2.PublishSessionsRequest(has_rows=has_rows)
+        with self._wire.errors():
+            for one in self._wire.admin.PublishSessions(request):
+                yield read_published_sessions(one)
 
     def collect_fleet(
         self, *, is_dry_run: bool = False, grace: timedelta | None = None

@@ -942,6 +942,24 @@ class CollectedFleet:
 
 
 @dataclass(frozen=True, slots=True)
+class PublishedSessions:
+    """Response of PublishSessions."""
+
+    session_count: int = 0
+    """Sessions that this store had when the call began, of all tenants."""
+    done_count: int = 0
+    """Sessions that were looked at so far."""
+    published_count: int = 0
+    """Of them, those of which the bucket knows now."""
+    elsewhere_count: int = 0
+    """Of them, those that go on at another store, or have ended."""
+    failed_count: int = 0
+    """Of them, those that could not be published or put into the bucket."""
+    problem: str = ""
+    """Why the last of these was not. Empty for none."""
+
+
+@dataclass(frozen=True, slots=True)
 class MethodActivity:
     """Rpcs of one method."""
 

@@ -903,6 +903,28 @@ def write_collected_fleet(plain: types.CollectedFleet) -> operations_pb2.Collect
     )
 
 
+def read_published_sessions(message: operations_pb2.PublishSessionsResponse) -> types.PublishedSessions:
+    return types.PublishedSessions(
+        session_count=message.session_count,
+        done_count=message.done_count,
+        published_count=message.published_count,
+        elsewhere_count=message.elsewhere_count,
+        failed_count=message.failed_count,
+        problem=message.problem,
+    )
+
+
+def write_published_sessions(plain: types.PublishedSessions) -> operations_pb2.PublishSessionsResponse:
+    return operations_pb2.PublishSessionsResponse(
+        session_count=plain.session_count,
+        done_count=plain.done_count,
+        published_count=plain.published_count,
+        elsewhere_count=plain.elsewhere_count,
+        failed_count=plain.failed_count,
+        problem=plain.problem,
+    )
+
+
 def read_method_activity(message: operations_pb2.MethodActivity) -> types.MethodActivity:
     return types.MethodActivity(
         method=message.method,
@@ -1224,6 +1246,7 @@ WRITERS: dict[type, Callable[[Any], Message]] = {
     types.FleetNode: write_fleet_node,
     types.FleetView: write_fleet_view,
     types.CollectedFleet: write_collected_fleet,
+    types.PublishedSessions: write_published_sessions,
     types.MethodActivity: write_method_activity,
     types.SessionActivity: write_session_activity,
     types.TenantActivity: write_tenant_activity,

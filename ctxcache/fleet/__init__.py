@@ -31,13 +31,14 @@ from ctxcache.core.fleet.heads import NODES, ForeignObject, Name, NodeRecord, Se
 from ctxcache.core.fleet.register import NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure
 from ctxcache.core.history import Event
-from ctxcache.core.ledger.session import Expiration, Session
+from ctxcache.core.ledger.session import GUESTS, Expiration, Session
 from ctxcache.core.ledger.work import Work, at_work
 from ctxcache.errors import (
     CacheError,
     InvalidArgument,
     InvalidConfiguration,
     SessionMoved,
+    SessionNotFound,
     Unavailable,
 )
 from ctxcache.fleet.arrival import Arrival, bring
@@ -304,6 +305,46 @@ class Fleet:
                     done_percent=100 * collected.shard_count // len(SHARDS),
                 )
         except NoAnswer as error:
+            raise Unavailable(target=self._bucket, problem=str(error)) from error
+
+    async def publish_all(self, *, has_rows: bool) -> AsyncGenerator[operations_pb2.PublishSessionsResponse]:
+        """Have the bucket know of every session that is here; yields how far it is."""
+        ids = self._cache.ledger.names.ids
+        names = [
+            Name(tenant, session_id)
+            for tenant in sorted(self._cache.ledger.names.tenants())
+            for session_id in ids(tenant)
+            if not session_id.startswith(GUESTS)
+        ]
+        told = operations_pb2.PublishSessionsResponse(session_count=len(names))
+        yield told
+        for begin in range(0, len(names), ANNOUNCED_AT_ONCE):
+            some = names[begin : begin + ANNOUNCED_AT_ONCE]
+            ends = await asyncio.gather(
+                *(at_work(self._made_known(name, has_rows=has_rows)) for name in some), return_exceptions=True
+            )
+            told.done_count += len(some)
+            for end in ends:
+                if end is None:
+                    told.published_count += 1
+                elif isinstance(end, (SessionMoved, SessionNotFound)):
+                    told.elsewhere_count += 1
+                elif isinstance(end, CacheError):
+                    told.failed_count, told.problem = told.failed_count + 1, str(end)
+                else:
+                    raise end
+            yield told
+
+    async def _made_known(self, name: Name, *, has_rows: bool) -> None:
+        """Have the bucket know of a session. Raises as `Sharing.share`."""
+        if has_rows:
+            await self.sharing.share(name)
+            return
+        if self._session(name) is None:
+            raise SessionNotFound(session=f"sessions/{name.session_id}")
+        try:
+            await self.sharing.own(name)
+        except (NoAnswer, ForeignObject) as error:
             raise Unavailable(target=self._bucket, problem=str(error)) from error
 
     async def _bury_expired(self, gone: Iterable[Name]) -> None:

@@ -193,7 +193,7 @@ class Sharing:
         session = self._session(name)
         if session is None:
             raise SessionNotFound(session=f"sessions/{name.session_id}")
-        await self._own(name)
+        await self.own(name)
         term = self._claims.term(name)
         if session.durable_end < session.log_end:
             await self._cache.flushing.flush(session)
@@ -236,7 +236,7 @@ class Sharing:
         pins = self._cache.appends.pins
         return max(min(MOST_BYTES, pins.limit_of(Pinner(session.tenant, None)) // 8), 1)
 
-    async def _own(self, name: Name) -> None:
+    async def own(self, name: Name) -> None:
         """Have a head that this host may change. Raises Unavailable, SessionMoved, NoAnswer."""
         for _ in range(LOOKS):
             match self._claims.tenure(name):

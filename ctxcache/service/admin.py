@@ -82,6 +82,9 @@ class FleetControls(Protocol):
     async def describe(self) -> operations_pb2.Fleet:
         """All that is known of it. Raises Unavailable."""
 
+    def publish_all(self, *, has_rows: bool) -> AsyncGenerator[operations_pb2.PublishSessionsResponse]:
+        """Have the bucket know of every session that is here; yields how far it is."""
+
     def collect(
         self, *, grace_s: float, is_dry_run: bool
     ) -> AsyncGenerator[operations_pb2.CollectFleetResponse]:
@@ -470,6 +473,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> operations_pb2.Fleet:
         """See the proto."""
         return await self._fleet().describe()
+
+    async def PublishSessions(
+        self, request: operations_pb2.PublishSessionsRequest, context: Context
+    ) -> AsyncIterator[operations_pb2.PublishSessionsResponse]:
+        """See the proto."""
+        async with aclosing(self._fleet().publish_all(has_rows=request.has_rows)) as published:
+            async for so_far in published:
+                yield so_far
 
     async def CollectFleet(
         self, request: operations_pb2.CollectFleetRequest, context: Context

@@ -143,6 +143,11 @@ class AdminServiceStub(object):
                 request_serializer=ctxcache_dot_v1_dot_operations__pb2.CollectFleetRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_operations__pb2.CollectFleetResponse.FromString,
                 _registered_method=True)
+        self.PublishSessions = channel.unary_stream(
+                '/ctxcache.v1.AdminService/PublishSessions',
+                request_serializer=ctxcache_dot_v1_dot_operations__pb2.PublishSessionsRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_operations__pb2.PublishSessionsResponse.FromString,
+                _registered_method=True)
         self.ListEngines = channel.unary_unary(
                 '/ctxcache.v1.AdminService/ListEngines',
                 request_serializer=ctxcache_dot_v1_dot_operations__pb2.ListEnginesRequest.SerializeToString,
@@ -345,6 +350,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PublishSessions(self, request, context):
+        """Has the bucket know of every session of this store: its head, and where that is asked for its rows. For a
+        store that was alone, before others are added, and for one that is to go. Answers with how far it is, and
+        with all of it at last. Errors: NOT_FOUND (FLEET_NOT_FOUND) from a store that is alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListEngines(self, request, context):
         """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
@@ -484,6 +498,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.CollectFleet,
                     request_deserializer=ctxcache_dot_v1_dot_operations__pb2.CollectFleetRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_operations__pb2.CollectFleetResponse.SerializeToString,
+            ),
+            'PublishSessions': grpc.unary_stream_rpc_method_handler(
+                    servicer.PublishSessions,
+                    request_deserializer=ctxcache_dot_v1_dot_operations__pb2.PublishSessionsRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_operations__pb2.PublishSessionsResponse.SerializeToString,
             ),
             'ListEngines': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEngines,
@@ -1034,6 +1053,33 @@ class AdminService(object):
             '/ctxcache.v1.AdminService/CollectFleet',
             ctxcache_dot_v1_dot_operations__pb2.CollectFleetRequest.SerializeToString,
             ctxcache_dot_v1_dot_operations__pb2.CollectFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ctxcache.v1.AdminService/PublishSessions',
+            ctxcache_dot_v1_dot_operations__pb2.PublishSessionsRequest.SerializeToString,
+            ctxcache_dot_v1_dot_operations__pb2.PublishSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -130,6 +130,11 @@ class AdminServiceStub:
     that is alone; INVALID_ARGUMENT (INVALID_FIELD); UNAVAILABLE (UNAVAILABLE) where the bucket does not answer.
     Answers with how far it is, and with all of it at last.
     """
+    PublishSessions: _grpc.UnaryStreamMultiCallable[_operations_pb2.PublishSessionsRequest, _operations_pb2.PublishSessionsResponse]
+    """Has the bucket know of every session of this store: its head, and where that is asked for its rows. For a
+    store that was alone, before others are added, and for one that is to go. Answers with how far it is, and
+    with all of it at last. Errors: NOT_FOUND (FLEET_NOT_FOUND) from a store that is alone.
+    """
     ListEngines: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ListEnginesRequest, _operations_pb2.ListEnginesResponse]
     """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
     Record: _grpc.UnaryStreamMultiCallable[_recording_pb2.RecordRequest, _recording_pb2.RecordResponse]
@@ -249,6 +254,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     lost host; each day one store of the fleet does so unasked. Errors: NOT_FOUND (FLEET_NOT_FOUND) from a store
     that is alone; INVALID_ARGUMENT (INVALID_FIELD); UNAVAILABLE (UNAVAILABLE) where the bucket does not answer.
     Answers with how far it is, and with all of it at last.
+    """
+    PublishSessions: _aio.UnaryStreamMultiCallable[_operations_pb2.PublishSessionsRequest, _operations_pb2.PublishSessionsResponse]  # type: ignore[assignment]
+    """Has the bucket know of every session of this store: its head, and where that is asked for its rows. For a
+    store that was alone, before others are added, and for one that is to go. Answers with how far it is, and
+    with all of it at last. Errors: NOT_FOUND (FLEET_NOT_FOUND) from a store that is alone.
     """
     ListEngines: _aio.UnaryUnaryMultiCallable[_operations_pb2.ListEnginesRequest, _operations_pb2.ListEnginesResponse]  # type: ignore[assignment]
     """Lists the engines that publish their waiting queues. Errors: INVALID_ARGUMENT (INVALID_FIELD)."""
@@ -480,6 +490,17 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         lost host; each day one store of the fleet does so unasked. Errors: NOT_FOUND (FLEET_NOT_FOUND) from a store
         that is alone; INVALID_ARGUMENT (INVALID_FIELD); UNAVAILABLE (UNAVAILABLE) where the bucket does not answer.
         Answers with how far it is, and with all of it at last.
+        """
+
+    @_abc_1.abstractmethod
+    def PublishSessions(
+        self,
+        request: _operations_pb2.PublishSessionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_operations_pb2.PublishSessionsResponse], _abc.AsyncIterator[_operations_pb2.PublishSessionsResponse]]:
+        """Has the bucket know of every session of this store: its head, and where that is asked for its rows. For a
+        store that was alone, before others are added, and for one that is to go. Answers with how far it is, and
+        with all of it at last. Errors: NOT_FOUND (FLEET_NOT_FOUND) from a store that is alone.
         """
 
     @_abc_1.abstractmethod

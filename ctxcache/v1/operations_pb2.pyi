@@ -848,6 +848,70 @@ class GetFleetRequest(_message.Message):
 Global___GetFleetRequest: _TypeAlias = GetFleetRequest  # noqa: Y015
 
 @_typing.final
+class PublishSessionsRequest(_message.Message):
+    """Request of PublishSessions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAS_ROWS_FIELD_NUMBER: _builtins.int
+    has_rows: _builtins.bool
+    """Whether their rows are to be put into the bucket."""
+    def __init__(
+        self,
+        *,
+        has_rows: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_rows", b"has_rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishSessionsRequest: _TypeAlias = PublishSessionsRequest  # noqa: Y015
+
+@_typing.final
+class PublishSessionsResponse(_message.Message):
+    """Response of PublishSessions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    DONE_COUNT_FIELD_NUMBER: _builtins.int
+    PUBLISHED_COUNT_FIELD_NUMBER: _builtins.int
+    ELSEWHERE_COUNT_FIELD_NUMBER: _builtins.int
+    FAILED_COUNT_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    session_count: _builtins.int
+    """Sessions that this store had when the call began, of all tenants."""
+    done_count: _builtins.int
+    """Sessions that were looked at so far."""
+    published_count: _builtins.int
+    """Of them, those of which the bucket knows now."""
+    elsewhere_count: _builtins.int
+    """Of them, those that go on at another store, or have ended."""
+    failed_count: _builtins.int
+    """Of them, those that could not be published or put into the bucket."""
+    problem: _builtins.str
+    """Why the last of these was not. Empty for none."""
+    def __init__(
+        self,
+        *,
+        session_count: _builtins.int = ...,
+        done_count: _builtins.int = ...,
+        published_count: _builtins.int = ...,
+        elsewhere_count: _builtins.int = ...,
+        failed_count: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done_count", b"done_count", "elsewhere_count", b"elsewhere_count", "failed_count", b"failed_count", "problem", b"problem", "published_count", b"published_count", "session_count", b"session_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishSessionsResponse: _TypeAlias = PublishSessionsResponse  # noqa: Y015
+
+@_typing.final
 class CollectFleetRequest(_message.Message):
     """Request of CollectFleet."""
 

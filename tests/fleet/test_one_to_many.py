@@ -3,16 +3,18 @@
 docs/fleet.md, From one node to many, is what is done here.
 """
 
+import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from typer.testing import CliRunner
 
+from ctxcache.cli.main import app
 from tests.fleet.stores import Stores, User
 from tests.fleet.test_stores import published
 from tests.server_process import ServerProcess
@@ -95,7 +97,23 @@ def test_the_way_back_is_open(tmp_path: Path, stores: Stores, users: list[User])
         assert [user.found(0) for user in users] == [0, 370, 370]
 
 
+def test_a_store_that_goes_for_good_leaves_its_sessions(stores: Stores, users: list[User]) -> None:
+    """With their rows in the bucket they are found at once, though nobody is there to be asked."""
+    published = _published(stores.processes[0], "--rows")
+    assert (published["session_count"], published["published_count"], published["failed_count"]) == (3, 3, 0)
+    assert stores.processes[0].terminate() == 0
+    assert [user.turn(1) for user in users] == [370] * 3
+    assert all(user.computed == 0 for user in users)
+
+
 def _type_the_pages_lines(store: ServerProcess) -> None:
-    (lines,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert PLACE in lines
-    subprocess.run([sys.executable, "-c", lines.replace(PLACE, store.unix_target)], check=True, timeout=60)
+    (line,) = re.findall(r"-- (ctxcache --target \S+ fleet publish)`", PAGE.read_text())
+    assert PLACE in line
+    assert _published(store)["published_count"] == 3
+
+
+def _published(store: ServerProcess, *options: str) -> dict[str, Any]:
+    target = ("--target", store.unix_target)
+    shown = CliRunner().invoke(app, [*target, "--output", "json", "fleet", "publish", *options])
+    assert shown.exit_code == 0, shown.output
+    return cast("dict[str, Any]", json.loads(shown.output))

@@ -42,7 +42,6 @@ NOT_RUN = {
     ("docs/disaggregation.md", ""): ENGINE,
     ("docs/engines.md", ""): TORCH,
     ("docs/fleet.md", "$ kubectl"): CLUSTER,
-    ("docs/fleet.md", "# announce.py"): "in a pod: tests/helm/pod_matrix.py, tests/fleet/test_one_to_many.py",
     ("docs/llamacpp.md", ""): "needs llama.cpp, and a model: `make engines-llamacpp`",
     ("docs/lmcache.md", ""): ENGINE,
     ("docs/operations.md", "$ ctxcache serve\n"): "runs until Ctrl-C, and says this machine's sizes",
