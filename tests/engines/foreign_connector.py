@@ -10,6 +10,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+NIXLS = (
+    "do_remote_prefill",
+    "do_remote_decode",
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_num_tokens",
+)
+
 
 @dataclass(frozen=True)
 class ForeignHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # untyped package
@@ -50,12 +58,12 @@ class ForeignConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         del scheduler_output
         return KVConnectorMetadata()
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        """Blocks are free."""
-        del request, block_ids
-        return False, None
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks are free. Whoever goes on with the request is told what Nixl tells."""
+        del block_ids
+        is_prefill = (request.kv_transfer_params or {}).get("do_remote_decode")
+        return False, dict.fromkeys(NIXLS, 1) if is_prefill else None
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        """Blocks are free."""
-        del request, block_ids
-        return False, None
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """See request_finished."""
+        return self.request_finished(request, block_ids)

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 import ctxcache
+from gpu_worker.engines.vllm.handover import KEY
 from lab.engines.vllm_process import VllmEngine
+from tests.engines.foreign_connector import NIXLS
 from tests.engines.vllm_small import model, plain, store
 from tests.engines.vllm_tier import CHUNK_BYTES, FOUND, prompt_of, wait_for_blocks
 from tests.server_process import ServerProcess
@@ -114,6 +116,28 @@ def test_rows_need_no_layout(model: Path, plain: VllmEngine, store: ServerProces
     for expected in (0, FOUND):
         with together(model, tmp_path / "log", children) as engine:
             assert asked(engine, plain, 1, "alice") == expected
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations([SESSION, FOREIGN])], ids="-".join)
+def test_a_prompt_is_handed_over_beside_another_connector(
+    order: Sequence[str], model: Path, plain: VllmEngine, store: ServerProcess, tmp_path: Path
+) -> None:
+    """Each says its own, since a key of two connectors ends vLLM's engine: Nixl's names are the other's."""
+    children = [child(name, store.target, state="kv", model_id="tiny", timeout_s=60) for name in order]
+    prompt = prompt_of(1)
+    with together(model, tmp_path / "first", children) as first:
+        request = {"prompt": prompt, "session": None, "count": 1, "says": {"do_remote_decode": True}}
+        (reply,) = first.ask(request)
+        own = f"{KEY}{store.target}"
+        assert reply.says is not None
+        assert reply.says.keys() - {"remote_prefill_cached_tokens"} == {own, *NIXLS}
+        assert reply.says["remote_num_tokens"] == 1
+    with together(model, tmp_path / "second", children) as second:
+        (goes_on,) = second.ask(
+            {"prompt": prompt, "session": None, "count": COUNT, "says": {own: reply.says[own]}}
+        )
+    assert goes_on.token_ids == plain.turn(prompt, None, COUNT).token_ids
+    assert goes_on.cached_count == len(prompt) - 1
 
 
 def test_two_stores_of_one_engine_both_have_a_conversation(
