@@ -66,7 +66,7 @@ class Trial:
             prompt, name = self._words(token_count), self._name()
             said = self._prefilled(prompt, name if way == "by name" else None)
             if way not in ("handed over", "by name"):
-                self._until_saved()
+                self._until_saved(said)
             says: dict[str, dict[str, Any]] = {
                 "handed over": {"says": said},
                 "by name": {"session": name},
@@ -94,11 +94,14 @@ class Trial:
         ]
         return self._second.ask(request, *others)[0]
 
-    def _until_saved(self) -> None:
+    def _until_saved(self, said: dict[str, Any]) -> None:
+        (handed,) = said.values()
         with ctxcache.connect(self._target) as cache:
-            while any(cache.sessions.get(one.name).is_being_appended for one in cache.sessions.list()):
+            while True:
+                session = cache.sessions.get(handed["session_name"])
+                if session.token_count >= handed["token_count"] and not session.is_being_appended:
+                    return
                 time.sleep(0.01)
-        time.sleep(0.5)
 
     def _words(self, count: int) -> list[int]:
         return [self._draw.randrange(3, 500) for _ in range(count)]

@@ -196,6 +196,19 @@ def test_a_name_that_somebody_else_appends_to_for_long_is_waited_for_no_longer(s
     assert RESTORE_S <= waited_s <= RESTORE_S * 1.1
 
 
+def test_an_engine_that_restores_nothing_waits_for_nothing(sides: Sides, model: Path) -> None:  # noqa: F811
+    """It computes each prompt, whatever is saved of it meanwhile."""
+    producer = Sides(model, sides.store, sides.waits, "kv_producer")
+    sides.waits.links = [*producer.links, *sides.links]
+    prefill = Prefill(sides, "alice")
+    prefill.reserve(WHOLE_TOKENS)
+    try:
+        count, waited_s = until_known(producer, request_of("next", {"session_id": "alice"}))
+        assert (count, waited_s < TIMEOUT_S) == (0, True)
+    finally:
+        producer.close()
+
+
 def test_a_name_under_which_another_conversation_goes_on_is_not_waited_for(sides: Sides) -> None:
     """More of it would be of no use."""
     prefill = Prefill(sides, "alice")

@@ -90,14 +90,14 @@ class Model(torch.nn.Module):
         """Nothing: a model is known by having it."""
 
 
-def configs_of(model: Path) -> tuple[VllmConfig, KVCacheConfig]:
+def configs_of(model: Path, role: str = "kv_both") -> tuple[VllmConfig, KVCacheConfig]:
     """The configuration of an engine, and that of its blocks."""
     config = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
         dtype="float32",
         block_size=BLOCK_TOKENS,
-        kv_transfer_config=KVTransferConfig(kv_connector="CtxcacheConnector", kv_role="kv_both"),
+        kv_transfer_config=KVTransferConfig(kv_connector="CtxcacheConnector", kv_role=role),
     ).create_engine_config()
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
     names = [f"layers.{layer}" for layer in range(SHAPE["num_hidden_layers"])]
@@ -107,9 +107,9 @@ def configs_of(model: Path) -> tuple[VllmConfig, KVCacheConfig]:
 class Sides:
     """Both sides of a connector, and the engine between them as far as they see it."""
 
-    def __init__(self, model: Path, store: ServerProcess, waits: Waits) -> None:
+    def __init__(self, model: Path, store: ServerProcess, waits: Waits, role: str = "kv_both") -> None:
         self.store, self.waits = store, waits
-        config, kv_cache_config = configs_of(model)
+        config, kv_cache_config = configs_of(model, role)
         (group,) = kv_cache_config.kv_cache_groups
         names, page_bytes = group.layer_names, group.kv_cache_spec.page_size_bytes
         caches = {name: torch.zeros(BLOCK_COUNT, page_bytes // 4, dtype=torch.float32) for name in names}

@@ -97,6 +97,8 @@ class Lookup:
         `may_wait`: answer Coming where more is still being saved. Calls `missed` before it makes a session
         that will have nothing. Raises CacheError.
         """
+        # Who restores nothing has nothing to wait for.
+        may_wait &= self._role.loads
         handed = self._find_handed(client, models, asked, may_wait=may_wait)
         return handed or self._find(client, models, asked, missed, may_wait=may_wait)
 
