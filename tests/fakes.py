@@ -7,11 +7,11 @@ for and never came, which `faults_left` shows.
 import asyncio
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from ctxcache.errors import TierFailure
 from ctxcache.format.layout import ALIGN_BYTES, Slot
-from ctxcache.storage.tiers.base import Range, TierRefusal
+from ctxcache.storage.tiers.base import Arrived, Pieces, TierRefusal
 
 NANOSECONDS = 1_000_000_000
 EPOCH_NS = 1_700_000_000 * NANOSECONDS
@@ -143,13 +143,7 @@ class MemoryTier:
         return survivor
 
     async def read(
-        self,
-        slot: Slot,
-        begin: int,
-        into: memoryview,
-        *,
-        pieces: Sequence[Range] | None = None,
-        then: Callable[[int, int], None] | None = None,
+        self, slot: Slot, begin: int, into: memoryview, *, pieces: Pieces = None, then: Arrived = None
     ) -> None:
         """See Tier."""
         keys = self._keys(slot, begin, into.nbytes)
@@ -161,9 +155,7 @@ class MemoryTier:
             if then:
                 then(first, last)
 
-    async def write(
-        self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
-    ) -> None:
+    async def write(self, slot: Slot, begin: int, data: memoryview, *, pieces: Pieces = None) -> None:
         """See Tier."""
         keys = self._keys(slot, begin, data.nbytes)
         self._check_fence(slot.path_index)

@@ -6,7 +6,6 @@ bytes are copied, which `check` tells afterwards.
 
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -88,12 +87,7 @@ class LeasedBlocks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

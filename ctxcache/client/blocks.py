@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import starmap
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -477,12 +476,7 @@ class BlockSubscription:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
         # The call is drawn here and not in `close`, which any thread may call: one thread draws a call.
         draw_end(self._call)

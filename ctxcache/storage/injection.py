@@ -21,7 +21,7 @@ from ctxcache.storage.metadata.base import Changes
 from ctxcache.storage.metadata.catalog import Catalog
 from ctxcache.storage.metadata.rocksdb import RocksDbMetadata
 from ctxcache.storage.metadata.witness import Witness
-from ctxcache.storage.tiers.base import Range
+from ctxcache.storage.tiers.base import Arrived, Pieces
 from ctxcache.storage.tiers.segments_file import SsdPath
 from ctxcache.storage.tiers.ssd import HANG_AFTER_S, SsdFiles
 
@@ -128,13 +128,7 @@ class FaultySsdFiles(SsdFiles):
         self._faults = faults
 
     async def read(
-        self,
-        slot: Slot,
-        begin: int,
-        into: memoryview,
-        *,
-        pieces: Sequence[Range] | None = None,
-        then: Callable[[int, int], None] | None = None,
+        self, slot: Slot, begin: int, into: memoryview, *, pieces: Pieces = None, then: Arrived = None
     ) -> None:
         """See Tier."""
         # A path that owes operations refuses first, as the real one would.
@@ -149,9 +143,7 @@ class FaultySsdFiles(SsdFiles):
             then = _flipping(into, pieces, then)
         await super().read(slot, begin, into, pieces=pieces, then=then)
 
-    async def write(
-        self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
-    ) -> None:
+    async def write(self, slot: Slot, begin: int, data: memoryview, *, pieces: Pieces = None) -> None:
         """See Tier. A call that is refused anyway meets no fault."""
         health = self.files[slot.path_index].health
         health.check()
@@ -183,9 +175,7 @@ def _problem(what: str, fault: Fault, slot: Slot) -> str:
     return f"{what} at byte {slot.offset_bytes}: {os.strerror(fault.error_number)} (injected)"
 
 
-def _flipping(
-    into: memoryview, pieces: Sequence[Range] | None, then: Callable[[int, int], None] | None
-) -> Callable[[int, int], None]:
+def _flipping(into: memoryview, pieces: Pieces, then: Arrived) -> Callable[[int, int], None]:
     """`then`, before which a bit is flipped in the last page that is read: its first, which is no padding."""
     flat = into.cast("B")
     # The last page of the last piece is never the header, whose damage would be found in another way.

@@ -20,7 +20,7 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
-from lab.bench.row import NoPeer, Place, Scale, WrongBytes
+from lab.bench.row import NoPeer, Place, Scale, WrongBytes, bench_model
 from lab.bench.server import Server, serving
 from lab.routes import Route, route_options
 
@@ -73,22 +73,7 @@ def model_of(scale: Scale) -> ModelSpec:
         StreamSpec(Stream(layer, StateKind.KV), scale.row_bytes, DType.FLOAT16)
         for layer in range(scale.layer_count)
     )
-    return ModelSpec(
-        model_id="bench",
-        architecture="Bench",
-        revision="",
-        weights_digest=f"{scale.layer_count} layers of {scale.row_bytes} B",
-        tokenizer_digest="",
-        dtype=DType.FLOAT16,
-        layer_count=scale.layer_count,
-        hidden_size=64,
-        kv_head_count=1,
-        head_size=64,
-        rope="",
-        norm="",
-        is_relocatable=True,
-        streams=streams,
-    )
+    return bench_model(f"{scale.layer_count} layers of {scale.row_bytes} B", scale.layer_count, streams)
 
 
 def layout_of(scale: Scale) -> SegmentLayout:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from ctxcache.format.layout import Slot
-from ctxcache.storage.tiers.base import DeviceTier, Range, TierRefusal
+from ctxcache.storage.tiers.base import Arrived, DeviceTier, Pieces, TierRefusal
 
 MIB = 1 << 20
 
@@ -131,22 +131,14 @@ class ThrottledTier:
         self._inner.give_up_overdue()
 
     async def read(
-        self,
-        slot: Slot,
-        begin: int,
-        into: memoryview,
-        *,
-        pieces: Sequence[Range] | None = None,
-        then: Callable[[int, int], None] | None = None,
+        self, slot: Slot, begin: int, into: memoryview, *, pieces: Pieces = None, then: Arrived = None
     ) -> None:
         """See Tier."""
         end_s = self._book(slot, into.nbytes)
         await self._inner.read(slot, begin, into, pieces=pieces, then=then)
         await self._wait(end_s)
 
-    async def write(
-        self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
-    ) -> None:
+    async def write(self, slot: Slot, begin: int, data: memoryview, *, pieces: Pieces = None) -> None:
         """See Tier."""
         end_s = self._book(slot, data.nbytes)
         await self._inner.write(slot, begin, data, pieces=pieces)

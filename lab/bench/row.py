@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from ctxcache.format.streams import TOKEN_ROW_BYTES
+from ctxcache.format.model import ModelSpec
+from ctxcache.format.streams import TOKEN_ROW_BYTES, DType, StreamSpec
 
 Side = Callable[[int], float]
 
@@ -157,3 +158,23 @@ def named(rows: Mapping[str, Row], patterns: str) -> list[Row]:
         if not any(name.startswith(part) for name in rows):
             raise KeyError(part)
     return [row for name, row in rows.items() if any(name.startswith(part) for part in wanted)]
+
+
+def bench_model(digest: str, layer_count: int, streams: tuple[StreamSpec, ...]) -> ModelSpec:
+    """A model of these streams. The digest of its weights tells it from others."""
+    return ModelSpec(
+        model_id="bench",
+        architecture="Bench",
+        revision="",
+        weights_digest=digest,
+        tokenizer_digest="",
+        dtype=DType.FLOAT16,
+        layer_count=layer_count,
+        hidden_size=64,
+        kv_head_count=1,
+        head_size=64,
+        rope="",
+        norm="",
+        is_relocatable=True,
+        streams=streams,
+    )

@@ -42,6 +42,7 @@ from ctxcache.storage.tiers.dram import DramArena
 from ctxcache.storage.tiers.segments_file import SsdPath
 from ctxcache.storage.tiers.ssd import SsdFiles
 from lab.bench.device import MIB, ThrottledTier
+from lab.bench.row import bench_model
 
 TENANT = "bench"
 SESSION = "measured"
@@ -60,22 +61,7 @@ class Shape:
             StreamSpec(Stream(i, StateKind.KV), self.row_bytes, DType.FLOAT16)
             for i in range(self.layer_count)
         )
-        return ModelSpec(
-            model_id="bench",
-            architecture="Bench",
-            revision="",
-            weights_digest=str(self),
-            tokenizer_digest="",
-            dtype=DType.FLOAT16,
-            layer_count=self.layer_count,
-            hidden_size=64,
-            kv_head_count=1,
-            head_size=64,
-            rope="",
-            norm="",
-            is_relocatable=True,
-            streams=streams,
-        )
+        return bench_model(str(self), self.layer_count, streams)
 
 
 SHAPES = {"small": Shape(30, 1152), "8b": Shape(32, 4096), "wide": Shape(32, 8192), "tiny": Shape(1, 256)}

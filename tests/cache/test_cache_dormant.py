@@ -112,6 +112,18 @@ async def refusal(use: Callable[[Rig], Awaitable[object]], rig: Rig) -> str:
     return ""
 
 
+async def left(rig: MemoryRig) -> object:
+    """The rows before and after a crash, and what is pinned. The rig is closed."""
+    await rig.check()
+    found = []
+    for _ in range(2):
+        found.append({name: await rig.read(name) for name in sorted(rig.names())})
+        await rig.crash()
+    pinned = [view.is_pinned for view in await views(rig)]
+    await rig.close()
+    return found, pinned
+
+
 @pytest.mark.parametrize("use", USES.values(), ids=list(USES))
 async def test_a_use_does_what_it_does_to_a_known_session(
     tmp_path: Path, use: Callable[[Rig], Awaitable[object]]
@@ -373,20 +385,14 @@ async def test_a_use_of_a_sleeper_does_what_it_does_to_another(
     tmp_path: Path, use: Callable[[Rig], Awaitable[object]]
 ) -> None:
     """The same answer, and the same rows before and after a crash."""
-    outcomes = []
+    outcomes: list[object] = []
     for awake_count in (COUNT, 0):
         rig = MemoryRig(tmp_path, last_used=COUNT)
         await rig.open()
         await filled(rig, 3)
         assert await lull(rig, awake_count) == (set("abc") if not awake_count else set())
         reason = await refusal(use, rig)
-        await rig.check()
-        found = []
-        for _ in range(2):
-            found.append({name: await rig.read(name) for name in sorted(rig.names())})
-            await rig.crash()
-        outcomes.append((reason, found, [view.is_pinned for view in await views(rig)]))
-        await rig.close()
+        outcomes.append((reason, await left(rig)))
 
     assert outcomes[0] == outcomes[1]
 
@@ -431,7 +437,7 @@ async def test_a_use_that_waits_is_of_a_session_that_stays_awake(
     tmp_path: Path, use: Callable[[Rig], Awaitable[object]]
 ) -> None:
     """All that may fall asleep do, at each of its waits: it does what it does where none sleeps."""
-    outcomes = []
+    outcomes: list[object] = []
     for may_sleep in (False, True):
         rig = MemoryRig(tmp_path, last_used=COUNT)
         await rig.open()
@@ -445,13 +451,7 @@ async def test_a_use_that_waits_is_of_a_session_that_stays_awake(
                 rig.clock.advance(ns=1)
                 at_once(at_work(rig.cache.sessions.save_access_times()))
                 at_once(at_work(rig.cache.sessions.let_sleep()))
-        await rig.check()
-        found = []
-        for _ in range(2):
-            found.append({name: await rig.read(name) for name in sorted(rig.names())})
-            await rig.crash()
-        outcomes.append((used.result(), found, [view.is_pinned for view in await views(rig)]))
-        await rig.close()
+        outcomes.append((used.result(), await left(rig)))
 
     assert outcomes[0] == outcomes[1]
 

@@ -32,7 +32,7 @@ from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.format.streams import TOKENS, Stream
 from ctxcache.server.upkeep import Upkeep
 from ctxcache.storage.metadata.base import Changes
-from ctxcache.storage.tiers.base import Range
+from ctxcache.storage.tiers.base import Arrived, Pieces
 
 STEPS = 80
 CUTS = 5
@@ -56,13 +56,7 @@ class SlowTier(MemoryTier):
         self.is_damaged = False
 
     async def read(
-        self,
-        slot: object,
-        begin: int,
-        into: memoryview,
-        *,
-        pieces: Sequence[Range] | None = None,
-        then: Callable[[int, int], None] | None = None,
+        self, slot: object, begin: int, into: memoryview, *, pieces: Pieces = None, then: Arrived = None
     ) -> None:
         """See Tier."""
         for first, last in pieces or [(0, into.nbytes)]:
@@ -72,9 +66,7 @@ class SlowTier(MemoryTier):
             if then:
                 then(first, last)
 
-    async def write(
-        self, slot: object, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
-    ) -> None:
+    async def write(self, slot: object, begin: int, data: memoryview, *, pieces: Pieces = None) -> None:
         """See Tier."""
         for first, last in pieces or [(0, data.nbytes)]:
             for page in range(first, last, ALIGN_BYTES):

@@ -6,6 +6,7 @@ signals and broken pipes start processes anew, as `COMMAND_LINE` says.
 
 import json
 import os
+import pty
 import shlex
 import subprocess
 import tempfile
@@ -67,11 +68,24 @@ def in_bash(*arguments: str, environment: Mapping[str, str] | None = None) -> Ra
     return _run(["bash", "-c", f"{shlex.join([*COMMAND_LINE, *arguments])}; exit $?"], environment)
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str] | None) -> Ran:
+def at_terminal(answer: str, *arguments: str) -> Ran:
+    """As `ctxcache`, for a user who sits at a terminal and types an answer."""
+    terminal, other_end = pty.openpty()
+    try:
+        os.write(terminal, f"{answer}\n".encode())
+        return _run([*COMMAND_LINE, *arguments], None, stdin=other_end)
+    finally:
+        os.close(terminal)
+        os.close(other_end)
+
+
+def _run(
+    command: Sequence[str], environment: Mapping[str, str] | None, *, stdin: int = subprocess.DEVNULL
+) -> Ran:
     process = subprocess.run(
         command,
         env=without_settings(os.environ) | dict(environment or {}),
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -1,16 +1,13 @@
 """`ctxcache session`, every verb of it, through the real binary against a real server."""
 
-import os
-import pty
 import socket
-import subprocess
 from datetime import UTC, datetime, timedelta
 from io import StringIO
 
 import pytest
-from command_line import TIMEOUT_S, ctxcache, ctxcache_json
+from command_line import at_terminal, ctxcache, ctxcache_json
 from rich.console import Console
-from server_process import COMMAND_LINE, ServerProcess
+from server_process import ServerProcess
 from stored import TOKEN_COUNT, model_spec, store_session
 
 from ctxcache import connect
@@ -20,7 +17,6 @@ from ctxcache.client import CallerModel
 from ctxcache.client.types import SessionInfo
 from ctxcache.format.streams import StateKind, StreamRange
 from ctxcache.v1.session_pb2 import Session
-from tests.nursery import without_settings
 
 
 @pytest.fixture
@@ -248,21 +244,9 @@ def test_demote_empties_memory(target: str) -> None:
 def test_delete_asks_whoever_sits_at_a_terminal(target: str, answer: str, exit_code: ExitCode) -> None:
     """At a terminal nothing is deleted without a yes."""
     store_session(target, f"asked-{answer}", token_count=0)
-    terminal, other_end = pty.openpty()
-    os.write(terminal, f"{answer}\n".encode())
-    ran = subprocess.run(
-        [*COMMAND_LINE, "--target", target, "session", "delete", f"asked-{answer}"],
-        env=without_settings(os.environ),
-        stdin=other_end,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    os.close(terminal)
-    os.close(other_end)
+    ran = at_terminal(answer, "--target", target, "session", "delete", f"asked-{answer}")
 
-    assert ran.returncode == exit_code
+    assert ran.exit_code == exit_code
     assert "Delete 1 session (0 tokens" in ran.stderr
     assert f"sessions/asked-{answer}?" in ran.stderr
     assert ran.stdout.strip() == ("" if answer == "n" else "deleted sessions/asked-y")

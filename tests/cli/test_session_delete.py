@@ -1,14 +1,13 @@
 """`ctxcache session delete`: by name and by selection, counted, asked, bounded, and run again."""
 
 import os
-import pty
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import TIMEOUT_S, Ran, ctxcache
+from command_line import TIMEOUT_S, Ran, at_terminal, ctxcache
 from server_process import COMMAND_LINE, ServerProcess, write_secret
 from stored import HIDDEN, TOKEN_COUNT, connected, model_spec, store_session
 
@@ -150,23 +149,11 @@ def test_the_question_says_how_much_goes(target: str, answer: str) -> None:
     """The question names the count and the sizes."""
     for number in range(4):
         store_session(target, f"user-{number}", token_count=0)
-    terminal, other_end = pty.openpty()
-    os.write(terminal, f"{answer}\n".encode())
-    ran = subprocess.run(
-        [*COMMAND_LINE, "--target", target, "session", "delete", "--prefix", "user-"],
-        env=without_settings(os.environ),
-        stdin=other_end,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    os.close(terminal)
-    os.close(other_end)
+    ran = at_terminal(answer, "--target", target, "session", "delete", "--prefix", "user-")
 
     assert "Delete 4 sessions (0 tokens, 0 B in DRAM, 0 B on SSD)?" in ran.stderr
     assert len(left(target)) == (0 if answer == "y" else 4)
-    assert ran.returncode == (ExitCode.OK if answer == "y" else ExitCode.INTERNAL)
+    assert ran.exit_code == (ExitCode.OK if answer == "y" else ExitCode.INTERNAL)
 
 
 def test_more_sessions_than_a_page_go_and_an_interrupted_run_goes_on(target: str) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from tiny_models import VOCABULARY_SIZE, build
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from ctxcache.client.arena import Bytes
 from ctxcache.format.streams import StateKind, Stream, StreamSpec
 from gpu_worker.families import Adapter
-from gpu_worker.families.generation import Capture, continue_greedy
+from gpu_worker.families.generation import Capture, continue_greedy, prefill
 from gpu_worker.forms.rows import stored_dtype
 from gpu_worker.model.proof import adapt
 from gpu_worker.pipeline.compute import Modules
@@ -24,6 +23,7 @@ from gpu_worker.pipeline.lane import Deadline, Host
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.planning.plan import RestorePlan, RestoreSchedule
+from lab.quality.restoring import HeldRows
 
 PROMPT_TOKENS = 70
 DECODED_TOKENS = 12
@@ -32,26 +32,22 @@ RELATIVE_BOUND = 1e-5
 RESTORE_TIMEOUT_S = 60.0
 
 
-class HeldRows:
-    """Rows that a test holds, as a source; `rows_of` gives all rows of a stream."""
+def never_dropped(
+    model: PreTrainedModel, turns: Sequence[Sequence[int]], reply_tokens: int
+) -> list[list[int]]:
+    """The replies to these turns of a conversation whose cache stays where it is."""
+    kept = DynamicCache(config=model.config)
+    replies = []
+    for turn in turns:
+        reply = continue_greedy(model, kept, turn, max_new_tokens=reply_tokens, eos_token_ids=())
+        replies.append(reply.token_ids)
+        prefill(model, kept, reply.token_ids[-1:])
+    return replies
 
-    def __init__(self, rows_of: Callable[[Stream], Tensor]) -> None:
-        self._rows_of = rows_of
 
-    def row_bytes(self, stream: Stream) -> int:
-        """See Source."""
-        rows = self._rows_of(stream)
-        return rows.shape[1] * rows.element_size()
-
-    def fill(self, stream: Stream, begin: int, end: int, into: Bytes) -> None:
-        """See Source."""
-        np.copyto(into, self._rows_of(stream)[begin:end].contiguous().view(torch.uint8).numpy())
-
-    def check(self) -> None:
-        """See Source."""
-
-    def abort(self) -> None:
-        """See Source."""
+def history_of(turns: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]) -> list[int]:
+    """All that was said in these turns, to which there may be more replies."""
+    return [token for turn, reply in zip(turns, replies, strict=False) for token in (*turn, *reply)]
 
 
 def restored_cache(

@@ -6,12 +6,16 @@ implementation passes `TierContract`, which `tests/tiers/test_tier_contract.py` 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ctxcache.format.layout import Slot
 
 Range = tuple[int, int]
 """`[begin, end)` of a buffer, in bytes; both multiples of 4 KiB."""
+Pieces: TypeAlias = Sequence[Range] | None
+"""The parts in which bytes are moved; None for one."""
+Arrived: TypeAlias = Callable[[int, int], None] | None
+"""Called with the begin and the end of each piece that is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +65,7 @@ class Tier(Protocol):
         """Path numbers that take no writes now, each with why; those that are not lost are read as before."""
 
     async def read(
-        self,
-        slot: Slot,
-        begin: int,
-        into: memoryview,
-        *,
-        pieces: Sequence[Range] | None = None,
-        then: Callable[[int, int], None] | None = None,
+        self, slot: Slot, begin: int, into: memoryview, *, pieces: Pieces = None, then: Arrived = None
     ) -> None:
         """Fill `into` from byte `begin` of the slot. Raises TierFailure, never reads short.
 
@@ -75,9 +73,7 @@ class Tier(Protocol):
         still being read; in a thread where there are threads. The read raises its errors.
         """
 
-    async def write(
-        self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
-    ) -> None:
+    async def write(self, slot: Slot, begin: int, data: memoryview, *, pieces: Pieces = None) -> None:
         """Put `data` at byte `begin` of the slot. Not durable before `sync`. Raises TierFailure.
 
         A path that takes no more for that is in `refusals` before the failure is raised.

@@ -15,7 +15,7 @@ import fcntl
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from ctxcache.errors import InvalidConfiguration
 from ctxcache.format.layout import ALIGN_BYTES, Slot
 from ctxcache.runtime.memory import Populate
 from ctxcache.runtime.threads import started_pool
-from ctxcache.storage.tiers.base import Range, TierRefusal
+from ctxcache.storage.tiers.base import Arrived, Pieces, TierRefusal
 from ctxcache.storage.tiers.shared_memory import HugePages, check_shared, create_shared
 
 log = logging.getLogger(__name__)
@@ -118,13 +118,7 @@ class DramArena:
         return memoryview(self._map)[begin : begin + slot.size_bytes]
 
     async def read(
-        self,
-        slot: Slot,
-        begin: int,
-        into: memoryview,
-        *,
-        pieces: Sequence[Range] | None = None,
-        then: Callable[[int, int], None] | None = None,
+        self, slot: Slot, begin: int, into: memoryview, *, pieces: Pieces = None, then: Arrived = None
     ) -> None:
         """See Tier."""
         offset, flat = self._offset(slot, begin, into.nbytes), np.frombuffer(into, np.uint8)
@@ -134,9 +128,7 @@ class DramArena:
             if then:
                 then(first, last)
 
-    async def write(
-        self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
-    ) -> None:
+    async def write(self, slot: Slot, begin: int, data: memoryview, *, pieces: Pieces = None) -> None:
         """See Tier."""
         offset, flat = self._offset(slot, begin, data.nbytes), np.frombuffer(data, np.uint8)
         for first, last in [(0, data.nbytes)] if pieces is None else pieces:

@@ -31,7 +31,7 @@ from ctxcache.errors import DataDirectoryUnusable, TierFailure
 from ctxcache.format.layout import ALIGN_BYTES, SEGMENTS_FILE, Slot
 from ctxcache.runtime.clock import Clock, SystemClock
 from ctxcache.storage.device_threads import Threads
-from ctxcache.storage.tiers.base import Range, TierRefusal
+from ctxcache.storage.tiers.base import Arrived, Pieces, Range, TierRefusal
 from ctxcache.storage.tiers.path_health import PathHealth
 from ctxcache.storage.tiers.segments_file import IoMode, SsdPath, choose_mode, claim, open_file
 
@@ -144,21 +144,13 @@ class SsdFiles:
         self.files[index].health.hold(is_held=is_held)
 
     async def read(
-        self,
-        slot: Slot,
-        begin: int,
-        into: memoryview,
-        *,
-        pieces: Sequence[Range] | None = None,
-        then: Callable[[int, int], None] | None = None,
+        self, slot: Slot, begin: int, into: memoryview, *, pieces: Pieces = None, then: Arrived = None
     ) -> None:
         """See Tier."""
         file = self._file(slot, begin, into.nbytes, pieces)
         await file.read(slot.offset_bytes + begin, into, pieces, then)
 
-    async def write(
-        self, slot: Slot, begin: int, data: memoryview, *, pieces: Sequence[Range] | None = None
-    ) -> None:
+    async def write(self, slot: Slot, begin: int, data: memoryview, *, pieces: Pieces = None) -> None:
         """See Tier."""
         file = self._file(slot, begin, data.nbytes, pieces)
         # The refusal comes before a thread is taken: a path that is closed while data waits refuses at once.
@@ -178,7 +170,7 @@ class SsdFiles:
         for file in self.files:
             file.close(self._hang_after_s)
 
-    def _file(self, slot: Slot, begin: int, size_bytes: int, pieces: Sequence[Range] | None) -> "_File":
+    def _file(self, slot: Slot, begin: int, size_bytes: int, pieces: Pieces) -> "_File":
         """Find the slot's file. Raises ValueError: an unaligned or stray range is a bug."""
         # A wrong slot would overwrite another session's bytes: the range is checked here, behind all callers.
         file = self.files[slot.path_index]
@@ -229,8 +221,8 @@ class _File:
         self,
         offset: int,
         into: memoryview,
-        pieces: Sequence[Range] | None,
-        then: Callable[[int, int], None] | None,
+        pieces: Pieces,
+        then: Arrived,
     ) -> None:
         """Fill the pieces of `into` or raise TierFailure."""
         self.check_returns()
@@ -243,7 +235,7 @@ class _File:
 
         await self._readers.transfer(piece, _cut(flat.nbytes) if pieces is None else pieces)
 
-    async def write(self, offset: int, data: memoryview, pieces: Sequence[Range] | None) -> None:
+    async def write(self, offset: int, data: memoryview, pieces: Pieces) -> None:
         """Write the pieces of `data` or raise TierFailure."""
         self.check_returns()
         flat, is_placed = data.cast("B"), self._is_placed(data)

@@ -14,8 +14,9 @@ from functools import cache
 import pytest
 import torch
 from server_process import ServerProcess
+from sessions import history_of, never_dropped
 from tiny_models import build
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import ctxcache
 from ctxcache.client import Client
@@ -25,7 +26,6 @@ from ctxcache.errors import CacheError, Unavailable
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
-from gpu_worker.families.generation import continue_greedy, prefill
 from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.sources import LeasedSource
@@ -49,18 +49,11 @@ def _spec() -> ModelSpec:
 
 @cache
 def _never_dropped() -> list[list[int]]:
-    kept = DynamicCache(config=_model().config)
-    replies = []
-    for turn in TURNS:
-        reply = continue_greedy(_model(), kept, turn, max_new_tokens=REPLY_TOKENS, eos_token_ids=())
-        replies.append(reply.token_ids)
-        prefill(_model(), kept, reply.token_ids[-1:])
-    return replies
+    return never_dropped(_model(), TURNS, REPLY_TOKENS)
 
 
 def _history(turn_count: int) -> list[int]:
-    said = _never_dropped()
-    return [token for turn, reply in zip(TURNS[:turn_count], said, strict=False) for token in (*turn, *reply)]
+    return history_of(TURNS[:turn_count], _never_dropped())
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,9 @@ Stands in for `torch.cuda` where the pipeline touches it. Tensors are the host's
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from gpu_worker.pipeline import pipeline, sources
 from gpu_worker.pipeline.compute import Modules
-from gpu_worker.pipeline.lane import Cuda, CudaLane, Deadline, HostLane, Lane, LaneEvent, OnError, Work
+from gpu_worker.pipeline.lane import Cuda, CudaLane, HostLane, Lane, LaneEvent, Work
 from gpu_worker.pipeline.sources import BatchLanding
 from gpu_worker.pipeline.target import LayerRoom
 from gpu_worker.planning.plan import Method
@@ -136,18 +137,9 @@ class HandedLane(CudaLane):
         super().__init__(name, device)
         self._issuer = SlowLane(name)
 
-    def submit(
-        self,
-        work: Work,
-        *,
-        after: Sequence[LaneEvent] = (),
-        deadline: Deadline,
-        on_error: OnError | None = None,
-        does_wait: bool = False,
-    ) -> LaneEvent:
+    def submit(self, work: Work, **options: Any) -> LaneEvent:
         """See Lane."""
-        del does_wait
-        return super().submit(work, after=after, deadline=deadline, on_error=on_error, does_wait=True)
+        return super().submit(work, **options | {"does_wait": True})
 
 
 class FakeGpu(Cuda):

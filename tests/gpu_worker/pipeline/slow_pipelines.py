@@ -1,20 +1,22 @@
 """Restores of tiny models on pipelines whose lanes can be slowed down, and sources that can be faulty."""
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-from sessions import HeldRows, Session, relative_errors
+from sessions import Session, relative_errors
 from torch import Tensor
 from transformers import Cache
 
 from ctxcache.errors import CacheError
 from gpu_worker.pipeline.compute import Compute, Modules
-from gpu_worker.pipeline.lane import Deadline, Host, HostLane, Lane, LaneEvent, OnError, Work
+from gpu_worker.pipeline.lane import Deadline, Host, HostLane, Lane, LaneEvent, Work
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings, Restoration
 from gpu_worker.pipeline.target import CacheTarget, Target
 from gpu_worker.planning.plan import RestorePlan, RestoreSchedule
+from lab.quality.restoring import HeldRows
 
 DELAY_S = 0.003
 DEADLINE_S = 20.0
@@ -38,22 +40,14 @@ class RowsSource(HeldRows):
 class SlowLane(HostLane):
     """A lane at whose begin every piece of work is held up."""
 
-    def submit(
-        self,
-        work: Work,
-        *,
-        after: Sequence[LaneEvent] = (),
-        deadline: Deadline,
-        on_error: OnError | None = None,
-        does_wait: bool = False,
-    ) -> LaneEvent:
+    def submit(self, work: Work, **options: Any) -> LaneEvent:
         """See Lane."""
 
         def held_up() -> None:
             threading.Event().wait(DELAY_S)
             work()
 
-        return super().submit(held_up, after=after, deadline=deadline, on_error=on_error, does_wait=does_wait)
+        return super().submit(held_up, **options)
 
 
 class SlowHost(Host):

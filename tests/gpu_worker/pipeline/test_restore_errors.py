@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from sessions import HeldRows, contents, relative_error, restored_cache, saved_session
+from sessions import contents, relative_error, restored_cache, saved_session
 from tiny_models import build, random_model
 from transformers import (
     DynamicCache,
@@ -26,6 +26,7 @@ from gpu_worker.pipeline.compute import Modules, Restorer
 from gpu_worker.pipeline.sources import LeasedSource
 from gpu_worker.pipeline.target import CacheTarget
 from gpu_worker.planning.plan import Method, RestorePlan
+from lab.quality.restoring import HeldRows
 
 T = 82
 KV_SIZE = 64

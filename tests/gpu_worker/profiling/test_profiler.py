@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sessions import HeldRows, restored_cache, saved_session
+from sessions import restored_cache, saved_session
 from tiny_models import LAYER_COUNT, WINDOW, build
 
 from ctxcache.client.arena import Bytes
@@ -30,6 +30,7 @@ from gpu_worker.profiling.measure import (
     read_bytes_per_s,
 )
 from gpu_worker.profiling.profile_file import Measured, profile_path, read_profile, write_profile
+from lab.quality.restoring import HeldRows
 from lab.restoring.papers import hcache_profile
 
 CPU = torch.device("cpu")

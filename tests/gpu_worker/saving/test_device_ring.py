@@ -587,20 +587,11 @@ class _FakePlanes:
         """See PlaneCopier."""
         assert device == 0
 
-    def copy_planes(
-        self,
-        target: int,
-        target_pitch: int,
-        source: int,
-        source_pitch: int,
-        *,
-        plane_bytes: int,
-        plane_count: int,
-        stream: int,
-    ) -> None:
+    def copy_planes(self, *places: int, plane_bytes: int, plane_count: int, stream: int) -> None:
         """See PlaneCopier."""
         if self._problem:
             raise OSError(700, self._problem)
+        target, target_pitch, source, source_pitch = places
         self.calls.append((plane_bytes, plane_count, stream))
         for plane in range(plane_count):
             ctypes.memmove(target + plane * target_pitch, source + plane * source_pitch, plane_bytes)
