@@ -7,6 +7,7 @@
     stay         lease and release at the owner, pairs with a store that is alone: ratio of the medians
     move         look-up to answer of a one-token session at another store: head, yield, change, arrival
     rows         a session of 64 MiB, and of 1 GiB with --large, beside a bare TCP socket on the same machine
+    shared       64 MiB committed as SHARED, and back from the bucket, beside the same bytes put and read bare
     killed       the next turn's added wait, when the owner refuses connections
     frozen       the same, when it takes them and says nothing
     requests     reads and changes of heads for a session that is made, and of one that moves
@@ -15,6 +16,7 @@ Every figure is a median with its spread. Nothing is asserted. The stores share 
 """
 
 import argparse
+import asyncio
 import json
 import secrets
 import shutil
@@ -25,14 +27,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
 
-from ctxcache.client import OPAQUE, TOKENS, CallerModel, ModelSpec
+from ctxcache.client import OPAQUE, TOKENS, CallerModel, Durability, ModelSpec
 from ctxcache.errors import SessionNotFound
+from ctxcache.fleet.sharing import MOST_BYTES
+from ctxcache.storage.objects import open_objects
 from lab.demo.embedded_store import EmbeddedStore
 
 MIB = 1 << 20
@@ -175,6 +179,48 @@ def rows(hosts: Hosts, first: EmbeddedStore, second: EmbeddedStore, size_bytes: 
     }
 
 
+def shared(hosts: Hosts, store: EmbeddedStore, bucket: str, size_bytes: int) -> dict[str, object]:
+    """A large session is put into the bucket, leaves its host, and comes back."""
+    model, put, back = hosts.models[store]["large"], [], []
+    bare = [asyncio.run(_bare_objects_s(bucket, size_bytes)) for _ in range(5)]
+    for _ in range(5):
+        count = size_bytes // (64 << 10)
+        session = store.client.sessions.create(model, id=f"s{secrets.token_hex(6)}")
+        tokens, row = np.arange(count, dtype=np.int32), np.zeros((count, 64 << 10), np.uint8)
+        begun = time.perf_counter()
+        session.append({TOKENS: tokens, OPAQUE: row}, durability=Durability.SHARED)
+        put.append(size_bytes / (time.perf_counter() - begun) / 1e9)
+        store.client.admin.evict_session(session.name)
+        begun = time.perf_counter()
+        assert store.client.sessions.get(session.name).token_count == count  # noqa: S101  what is measured
+        back.append(size_bytes / (time.perf_counter() - begun) / 1e9)
+        session.delete()
+    put_bare, back_bare = ([size_bytes / took / 1e9 for took in column] for column in zip(*bare, strict=True))
+    return {
+        f"{size_bytes >> 20} MiB committed as SHARED": spread(put, "GB/s"),
+        f"{size_bytes >> 20} MiB back from the bucket": spread(back, "GB/s"),
+        "of objects put bare": spread([statistics.median(put) / one for one in put_bare], "times"),
+        "of objects read bare": spread([statistics.median(back) / one for one in back_bare], "times"),
+    }
+
+
+async def _bare_objects_s(bucket: str, size_bytes: int) -> tuple[float, float]:
+    """Seconds in which as many bytes are put as objects, one by one, and read again, four at a time."""
+    objects, body = open_objects(bucket), bytes(MOST_BYTES)
+    paths = [f"bare/{secrets.token_hex(8)}" for _ in range(size_bytes // MOST_BYTES)]
+
+    async def all_of(work: Callable[[str], Awaitable[object]], at_once: int) -> float:
+        begun = time.perf_counter()
+        for begin in range(0, len(paths), at_once):
+            await asyncio.gather(*map(work, paths[begin : begin + at_once]))
+        return time.perf_counter() - begun
+
+    put_s = await all_of(lambda path: objects.put(path, body), 1)
+    read_s = await all_of(lambda path: objects.get(path, MOST_BYTES), 4)
+    await objects.remove(paths)
+    return put_s, read_s
+
+
 def _bare_socket_s(size_bytes: int) -> float:
     """Seconds in which a thread receives so many bytes from another, over TCP."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -251,6 +297,7 @@ def main() -> None:
                 **rows(hosts, first, second, 64 * MIB),
                 **rows(hosts, first, second, 1024 * MIB),
             }
+        results["shared"] = shared(hosts, first, hosts.fleet_options["--fleet-bucket"], 64 * MIB)
         results["killed"] = lost(hosts, first, second, first.kill, lambda: hosts.start(first))
         results["frozen"] = lost(
             hosts, first, second, lambda: first.send(signal.SIGSTOP), lambda: first.send(signal.SIGCONT)
