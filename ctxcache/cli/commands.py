@@ -76,7 +76,7 @@ COMMANDS = {
         "rebuild",
         "Make damaged or deleted metadata anew from the SSD directories, while no server runs.",
     ),
-    "fleet": CommandLine("fleet", "Look at the stores of a fleet."),
+    "fleet": CommandLine("fleet", "Look at the stores of a fleet, and tidy up their bucket."),
     "config": CommandLine("config", "Look at settings, and change them."),
     "token": CommandLine("tokens", "Make tokens for clients."),
     "tenants": CommandLine("stats", "Show what each tenant has, and what is its share."),

@@ -19,7 +19,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from ctxcache.errors import (
     Unavailable,
 )
 from ctxcache.fleet.arrival import Arrival, bring
-from ctxcache.fleet.collecting import SHARDS, Collected, Collecting
+from ctxcache.fleet.collecting import SHARDS, Collecting
 from ctxcache.fleet.peers import Asking, Former
 from ctxcache.fleet.sharing import Sharing
 from ctxcache.fleet.sources import Offer
@@ -283,7 +283,14 @@ class Fleet:
                 if await self.collecting.is_due():
                     async for collected in self.collecting.collect():
                         if collected.shard_count == len(SHARDS):
-                            log.info("fleet_collected %s", _told(collected))
+                            log.info(
+                                "fleet_collected sessions=%d objects=%d garbage=%d expired=%d problems=%d",
+                                collected.session_count,
+                                collected.object_count,
+                                collected.garbage_object_count,
+                                collected.expired_session_count,
+                                len(collected.problems),
+                            )
             except (NoAnswer, ForeignObject) as error:
                 log.warning("fleet_not_collected error=%s", error)
 
@@ -749,11 +756,6 @@ def _described(guest: session_pb2.Session) -> dict[str, Any]:
         "salt": validate.salt(guest.salt, "session.salt"),
         "labels": validate.labels(guest.labels, "session.labels"),
     }
-
-
-def _told(collected: Collected) -> str:
-    facts = asdict(collected) | {"problems": len(collected.problems)}
-    return " ".join(f"{name}={value}" for name, value in facts.items())
 
 
 def _check_parts(offer: Offer) -> None:

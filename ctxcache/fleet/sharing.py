@@ -157,16 +157,19 @@ class Sharing:
         if session is not None and session.is_writing:
             self._due[name] = time.monotonic() + QUIET_S
             return True
-        self._due.pop(name, None)
+        due = self._due.get(name)
         try:
             await self.share(name)
         except Unavailable as error:
-            self._due.setdefault(name, time.monotonic() + AGAIN_S)
+            self._due[name] = time.monotonic() + AGAIN_S
             log.warning("session_not_shared error=%s", error)
             return False
         except CacheError as error:
             # It has ended, or goes on elsewhere, or is changed too often: its next turn is heard of.
-            log.info("session_not_shared error=%s", error)
+            log.info("session_not_to_share error=%s", error)
+        # It waits until it is shared, and on if it has changed meanwhile.
+        if self._due.get(name) == due:
+            self._due.pop(name, None)
         return True
 
     # -- what is put ---------------------------------------------------------------------------------
