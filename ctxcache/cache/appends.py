@@ -351,7 +351,7 @@ class Appends:
         self._attach(reservation, cuts, token_count, now_ns, keep_open=keep_open)
         if not keep_open:
             self.release(reservation)
-        self._state.changed(session)
+        self._state.committed(session)
 
     async def flush(self, reservation: Reservation) -> None:
         """Make the committed tokens durable. Raises CapacityExceeded, TierFailure, SessionNotFound."""

@@ -287,7 +287,7 @@ class Sessions:
                 dropped=[index for begin_end in indexes for index in begin_end],
             )
             self._ledger.visited(session)
-            self._state.changed(session)
+            self._state.dropped(session)
             await self._departures.write_down([session], dead=dead)
         return session.view()
 

@@ -115,8 +115,10 @@ class State:
         """Tokens that each tenant committed since the start."""
         self.is_prefetch_wanted = asyncio.Event()
         """Set when a session may have come to be worth promoting ahead of need."""
-        self.changed: Callable[[Session], None] = lambda _: None
-        """Called with a session whose tokens were committed or dropped; a fleet sets it."""
+        self.committed: Callable[[Session], None] = lambda _: None
+        """Called with a session whose tokens were committed; a fleet sets it."""
+        self.dropped: Callable[[Session], None] = lambda _: None
+        """Called with a session of which tokens were dropped; a fleet sets it."""
         self.unstage: Callable[[Segment], None] = lambda _: None
         """Forgets what is staged of a segment; staging sets it."""
         self.is_pressed = asyncio.Event()

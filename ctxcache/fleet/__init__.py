@@ -141,7 +141,8 @@ class Fleet:
             is_asked_always=is_sharing,
             bytes_per_s=share_bytes_per_s,
         )
-        cache.state.changed = self.sharing.changed
+        cache.state.committed = partial(self.sharing.changed, is_cut=False)
+        cache.state.dropped = partial(self.sharing.changed, is_cut=True)
         self.collecting = Collecting(register, objects, secret, self.claims)
         self._announcing: set[Name] = set()
         """Sessions whose heads are written now."""

@@ -32,7 +32,7 @@ from ctxcache.core import ranges
 from ctxcache.core.fleet.claims import Claims, Left, Recent, Verdict
 from ctxcache.core.fleet.heads import ForeignObject, Name, Secret, node_path
 from ctxcache.core.fleet.register import NoAnswer
-from ctxcache.core.fleet.shared import Part, indexes, landed, still_right, to_put
+from ctxcache.core.fleet.shared import Part, indexes, landed, prefix, still_right, to_put
 from ctxcache.core.fleet.tenure import Tenure
 from ctxcache.core.ledger.session import GUESTS, Session
 from ctxcache.core.ledger.work import at_work
@@ -63,7 +63,7 @@ QUIET_S = 1.0
 AGAIN_S = 5.0
 """After so long what could not be shared is tried again."""
 LIFE_INTERVAL_S = 60.0
-AT_ONCE = 2
+AT_ONCE, PUT_AT_ONCE = 2, 4
 LOOKS = 3
 THREAD_TIMEOUT_S = 10.0
 
@@ -108,18 +108,24 @@ class Sharing:
         self._due: dict[Name, float] = {}
         """Sessions that are to be shared, and when."""
         self._turns: WeakValueDictionary[Name, asyncio.Lock] = WeakValueDictionary()
-        self._calls = Admission("shares", AT_ONCE + 64)
+        self._putting = asyncio.Semaphore(PUT_AT_ONCE)
+        self._calls = Admission("shares", PUT_AT_ONCE)
         self._counts = claims.counts
 
     # -- when ----------------------------------------------------------------------------------------
 
-    def changed(self, session: Session) -> None:
-        """Tokens of a session were committed or dropped here."""
+    def changed(self, session: Session, *, is_cut: bool) -> None:
+        """Tokens of a session were committed here, or dropped."""
         if session.is_block or session.is_guest:
             return
         # What the bucket has follows a drop, also where it was put there because somebody asked once.
-        if self._is_asked_always or session.uid.hex() in self._known:
+        if self._is_asked_always or (is_cut and self._has_some(session)):
             self._due[Name(session.tenant, session.session_id)] = time.monotonic() + QUIET_S
+
+    def _has_some(self, session: Session) -> bool:
+        known = self._known.get(session.uid.hex())
+        name = Name(session.tenant, session.session_id)
+        return bool(known.parts or known.index if known else self._claims.shared(name))
 
     @property
     def waiting_count(self) -> int:
@@ -159,7 +165,7 @@ class Sharing:
             return True
         due = self._due.get(name)
         try:
-            await self.share(name)
+            await self._share_in_turn(name, is_all=self._is_asked_always)
         except Unavailable as error:
             self._due[name] = time.monotonic() + AGAIN_S
             log.warning("session_not_shared error=%s", error)
@@ -179,11 +185,15 @@ class Sharing:
 
         Raises Unavailable, SessionMoved, SessionNotFound, and what a flush and a read raise.
         """
+        await self._share_in_turn(name, is_all=True)
+
+    async def _share_in_turn(self, name: Name, *, is_all: bool) -> None:
+        """As `share`. Without `is_all` nothing behind what was shared before: what was dropped is told."""
         turn = self._turns.setdefault(name, asyncio.Lock())
         async with turn:
             try:
                 for _ in range(LOOKS):
-                    if await self._share(name):
+                    if await self._share(name, is_all=is_all):
                         return
             except (NoAnswer, ForeignObject, DecodeError) as error:
                 self._counts.share_failures += 1
@@ -191,7 +201,7 @@ class Sharing:
             self._counts.share_failures += 1
             raise Unavailable(target=self._bucket, problem="the session's head takes no change")
 
-    async def _share(self, name: Name) -> bool:
+    async def _share(self, name: Name, *, is_all: bool) -> bool:
         """False: its head has changed, and what was put may be gone."""
         session = self._session(name)
         if session is None:
@@ -201,7 +211,8 @@ class Sharing:
         if session.durable_end < session.log_end:
             await self._cache.flushing.flush(session)
         known = await self._known_of(name, session)
-        live = _durable(session)
+        end = session.durable_end if is_all else max((part.end for part in known.parts), default=0)
+        live = _durable(session, end)
         right = still_right(known.parts, live)
         kept, cuts = to_put(
             right,
@@ -215,11 +226,14 @@ class Sharing:
             return True
         expire_time_ns = session.expire_time_ns
         for cut in cuts:
-            part = await self._put(name, session, cut)
+            # Each holds all of an object in memory.
+            async with self._putting:
+                part = await self._put(name, session, cut)
             known.litter.add(self._path(name, part.name))
             kept.append(part)
-        # Of what was dropped meanwhile nothing is told.
-        told = still_right(kept, _durable(session))
+        # Of what was dropped meanwhile nothing is told, nor of what lies behind it.
+        live = _durable(session, end)
+        told = prefix(still_right(kept, live), live)
         before, index = self._claims.shared(name), await self._put_index(name, session, told)
         known.litter.add(self._path(name, index))
         verdict = await self._claims.share(name, session.uid.hex(), index, term)
@@ -434,9 +448,9 @@ class Sharing:
         return self._secret.hasher(self._path(name, made))
 
 
-def _durable(session: Session) -> Ranges:
-    """What may be shared: these positions have the same rows after a crash, too."""
-    return ranges.clip(session.live, 0, session.durable_end)
+def _durable(session: Session, end: int) -> Ranges:
+    """What may be shared up to `end`: these positions have the same rows after a crash, too."""
+    return ranges.clip(session.live, 0, min(end, session.durable_end))
 
 
 # At most four times in the life of a session that is read all the while.

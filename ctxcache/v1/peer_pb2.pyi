@@ -121,8 +121,9 @@ class SharedPart(_message.Message):
     name: _builtins.str
     """The last part of its path."""
     token_begin: _builtins.int
-    """Indexes of its first token, and of the one behind its last."""
+    """Index of its first token."""
     token_end: _builtins.int
+    """Index of the token behind its last one."""
     size_bytes: _builtins.int
     """Its size."""
     digest: _builtins.bytes

@@ -92,6 +92,22 @@ def test_small_turns_leave_few_objects(sharing: Stores) -> None:
     assert user.found(0) == 8 * 70
 
 
+def test_nothing_is_put_that_nobody_asked_for(stores: Stores) -> None:
+    """A session that moves, and one that was shared once, are not shared with every turn from then on."""
+    moved, asked = User(stores, "moved"), User(stores, "asked")
+    moved.turn(0, 500)
+    asked.turn(0, 500, durability=SHARED)
+    before = set(objects(stores))
+    assert moved.turn(1) == 500
+    assert moved.turn(0) == 570
+    asked.turn(0)
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        assert set(objects(stores)) == before
+        time.sleep(0.1)
+    assert all(not client.admin.fleet().unshared_session_count for client in stores.clients)
+
+
 def test_large_sessions_are_several_objects(stores: Stores) -> None:
     """They come back whole, in their order."""
     user = User(stores, "alice")

@@ -39,6 +39,18 @@ def still_right(parts: Iterable[Part], live: Ranges) -> list[Part]:
     return sorted(kept, key=lambda part: part.begin)
 
 
+def prefix(parts: Sequence[Part], live: Ranges) -> list[Part]:
+    """The objects up to the first live token that none of them has. `parts`: as `still_right` gives them."""
+    first, at = list[Part](), 0
+    for part in parts:
+        begin, end = indexes((part.begin, part.end), live)
+        if begin != at:
+            break
+        first.append(part)
+        at = end
+    return first
+
+
 def to_put(
     parts: Sequence[Part], live: Ranges, *, token_bytes: int, least_bytes: int, most_bytes: int
 ) -> tuple[list[Part], list[Range]]:
