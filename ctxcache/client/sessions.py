@@ -294,7 +294,7 @@ class SessionHandle:
             return self._info
         with writer:
             # Only then is there a write to disk to wait for, which may begin early.
-            writer.write_all(views, is_marked=durability is Durability.DISK)
+            writer.write_all(views, is_marked=durability is not Durability.MEMORY)
             self._info = writer.commit(durability=durability)
             return self._info
 
@@ -494,9 +494,12 @@ class SessionHandle:
         made = read_session_info(self._wire.call(self._wire.sessions.ForkSession, request))
         return SessionHandle(self._wire, self._routes, self._prefixes, made, self._model)
 
-    def flush(self) -> SessionInfo:
-        """Make every committed token durable. Raises CapacityExceeded, TierFailure."""
-        request = session_pb2.FlushSessionRequest(name=self.name)
+    def flush(self, *, is_shared: bool = False) -> SessionInfo:
+        """Make every committed token durable; `is_shared`: as `Durability.SHARED`.
+
+        Raises CapacityExceeded, TierFailure, FleetNotFound, Unavailable.
+        """
+        request = session_pb2.FlushSessionRequest(name=self.name, is_shared=is_shared)
         return self._known(self._wire.call(self._wire.sessions.FlushSession, request))
 
     def delete(self, *, if_generation_match: int | None = None) -> None:

@@ -70,10 +70,17 @@ THREAD_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class _Known:
-    """What the bucket has of a copy, by positions of its log; `index` names them, empty for none yet."""
+    """What the bucket has of a copy, by positions of its log.
+
+    `index` is the object that names them, empty for none: they are there as long as the head names that one.
+    """
 
     parts: list[Part]
     index: str = ""
+    end: int = 0
+    """Where those ended that were there before, while there are none."""
+    is_inherited: bool = False
+    """Whether they came with the session: the head named their index when it did."""
     expire_time_ns: int = 0
     """When the session ends, as the bucket was told."""
     litter: set[str] = field(default_factory=set)
@@ -211,7 +218,7 @@ class Sharing:
         if session.durable_end < session.log_end:
             await self._cache.flushing.flush(session)
         known = await self._known_of(name, session)
-        end = session.durable_end if is_all else max((part.end for part in known.parts), default=0)
+        end = session.durable_end if is_all else max((part.end for part in known.parts), default=known.end)
         live = _durable(session, end)
         right = still_right(known.parts, live)
         kept, cuts = to_put(
@@ -341,10 +348,16 @@ class Sharing:
     async def _known_of(self, name: Name, session: Session) -> _Known:
         """What the bucket has of a copy. Raises NoAnswer, ForeignObject."""
         uid = session.uid.hex()
-        known = self._known.get(uid)
+        known, index = self._inherited(name, uid), self._claims.shared(name)
+        if known is not None and known.index != index:
+            # A change of the head without an answer, or a deletion that was not carried out: put it all anew.
+            paths = {
+                self._path(name, one) for one in (*(part.name for part in known.parts), known.index) if one
+            }
+            end = max((part.end for part in known.parts), default=known.end)
+            known = _Known([], index=index, end=end, litter=known.litter | paths)
         if known is None:
             known = _Known([])
-            index = self._claims.shared(name)
             told = None if not index else await self._index(name, index)
             if told is not None:
                 # After a start. Another copy's are put anew, and what there was goes.
@@ -355,6 +368,12 @@ class Sharing:
                 known.litter.update(self._path(name, part.name) for part in parts)
                 known.litter.add(self._path(name, index))
         self._known.note(uid, known)
+        return known
+
+    def _inherited(self, name: Name, uid: str) -> _Known | None:
+        known = self._known.get(uid)
+        if known is not None and known.is_inherited:
+            known.index, known.is_inherited = self._claims.shared(name), False
         return known
 
     # -- what is there -------------------------------------------------------------------------------
@@ -406,12 +425,15 @@ class Sharing:
         parts = [_part(part, part.token_begin) for part in offer.parts]
         whole_count = told.whole_token_count if has_gap else None
         litter = {self._path(name, part.name) for part in parts}
-        self._known.note(uid, _Known(landed(parts, token_count, whole_count), litter=litter))
+        here, is_whole = landed(parts, token_count, whole_count), token_count >= told.token_count
+        self._known.note(uid, _Known(here, is_inherited=is_whole, litter=litter))
 
     def parts_of(self, session: Session) -> list[peer_pb2.SharedPart]:
         """What the bucket has of a copy that another host takes over."""
-        known = self._known.get(session.uid.hex())
-        if known is None:
+        name = Name(session.tenant, session.session_id)
+        known = self._inherited(name, session.uid.hex())
+        # What the head does not name may be gone tomorrow.
+        if known is None or known.index != self._claims.shared(name):
             return []
         return [_message(part, session.live) for part in still_right(known.parts, session.live)]
 

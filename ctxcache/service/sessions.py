@@ -176,7 +176,12 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.FlushSessionRequest, context: Context
     ) -> session_pb2.Session:
         """See the proto."""
-        view = await self._sessions.flush(current().tenant, await self._named(request.name))
+        tenant, session_id = current().tenant, await self._named(request.name)
+        if request.is_shared:
+            self._whereabouts.check_shares()
+        view = await self._sessions.flush(tenant, session_id)
+        if request.is_shared:
+            await self._whereabouts.share(tenant, session_id)
         return convert.session_message(view, self._clock)
 
     async def DeleteSession(

@@ -177,8 +177,8 @@ class SessionServiceServicer(object):
 
     def FlushSession(self, request, context):
         """Makes every committed token durable on this node's disk. Errors: INVALID_ARGUMENT
-        (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED);
-        UNAVAILABLE (TIER_FAILURE).
+        (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND, FLEET_NOT_FOUND); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED);
+        UNAVAILABLE (TIER_FAILURE, UNAVAILABLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -81,8 +81,8 @@ class SessionServiceStub:
     """
     FlushSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.FlushSessionRequest, _session_pb2.Session]
     """Makes every committed token durable on this node's disk. Errors: INVALID_ARGUMENT
-    (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED);
-    UNAVAILABLE (TIER_FAILURE).
+    (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND, FLEET_NOT_FOUND); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED);
+    UNAVAILABLE (TIER_FAILURE, UNAVAILABLE).
     """
     DeleteSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.DeleteSessionRequest, _session_pb2.DeleteSessionResponse]
     """Deletes a session. Its state is unreachable at once; readers that hold a lease finish.
@@ -164,8 +164,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """
     FlushSession: _aio.UnaryUnaryMultiCallable[_session_pb2.FlushSessionRequest, _session_pb2.Session]  # type: ignore[assignment]
     """Makes every committed token durable on this node's disk. Errors: INVALID_ARGUMENT
-    (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED);
-    UNAVAILABLE (TIER_FAILURE).
+    (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND, FLEET_NOT_FOUND); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED);
+    UNAVAILABLE (TIER_FAILURE, UNAVAILABLE).
     """
     DeleteSession: _aio.UnaryUnaryMultiCallable[_session_pb2.DeleteSessionRequest, _session_pb2.DeleteSessionResponse]  # type: ignore[assignment]
     """Deletes a session. Its state is unreachable at once; readers that hold a lease finish.
@@ -286,8 +286,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.Session, _abc.Awaitable[_session_pb2.Session]]:
         """Makes every committed token durable on this node's disk. Errors: INVALID_ARGUMENT
-        (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED);
-        UNAVAILABLE (TIER_FAILURE).
+        (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND, FLEET_NOT_FOUND); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED);
+        UNAVAILABLE (TIER_FAILURE, UNAVAILABLE).
         """
 
     @_abc_1.abstractmethod

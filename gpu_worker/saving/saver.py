@@ -98,8 +98,9 @@ class Sorter:
             if job.is_last:
                 lane.close()
                 # One flush, behind the last commit: a flush of each piece would write the growing tail anew.
-                if progress.durability == Durability.DISK and progress.failure is None:
-                    self._client.sessions.open(progress.name).flush()
+                if progress.durability != Durability.MEMORY and progress.failure is None:
+                    is_shared = progress.durability == Durability.SHARED
+                    self._client.sessions.open(progress.name).flush(is_shared=is_shared)
         except CacheError as error:
             log.warning("save_failed session=%s reason=%s error=%s", progress.name, error.reason, error)
             failure = error

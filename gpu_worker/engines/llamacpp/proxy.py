@@ -30,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxcache.client import Client, ClientTls, connect
-from ctxcache.client.types import Durability
 from ctxcache.errors import InvalidArgument
 from gpu_worker.engines.link import StoreLink
 from gpu_worker.engines.llamacpp import LlamaSettings
@@ -162,7 +161,8 @@ class LlamaProxy(ThreadingHTTPServer):
         """Load the model. Raises InvalidArgument, RuntimeError, OSError."""
         if not 1 <= settings.slot_count <= MOST_SLOTS:
             raise InvalidArgument(field="slots", problem=f"{settings.slot_count} is not 1 to {MOST_SLOTS}")
-        if settings.durability.upper() not in Durability.__members__:
+        # Its rows are blocks, and no block is shared.
+        if settings.durability not in ("memory", "disk"):
             raise InvalidArgument(field="durability", problem=f"{settings.durability!r} is not known")
         model_files(settings.model)
         # A thread for each connection: without a bound, idle ones would take all memory.

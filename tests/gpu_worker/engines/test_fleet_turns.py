@@ -16,7 +16,7 @@ from tiny_models import build
 from transformers import PreTrainedModel
 
 import ctxcache
-from ctxcache.client import Client
+from ctxcache.client import Client, Durability
 from ctxcache.client.routes import Access
 from ctxcache.format.model import ModelSpec
 from gpu_worker.engines.transformers import TransformersEngine
@@ -110,6 +110,21 @@ def test_a_session_that_is_written_elsewhere_is_computed_and_not_saved(
         with handle.writer(8):
             assert _turn(second, session_id, 1) == 0
         assert handle.refresh().generation == before.generation
+
+
+def test_a_store_that_is_gone_costs_nothing_where_the_bucket_has_it(
+    servers: list[ServerProcess], session_id: str
+) -> None:
+    """Hidden states, K/V and token ids come out of the bucket, and the reply is the same."""
+    with ctxcache.connect(servers[0].target) as one, ctxcache.connect(servers[1].target) as other:
+        with TransformersEngine(
+            _model(), one, _spec(), RestorePlan.parse("hidden:0,kv:1-2"), durability=Durability.SHARED
+        ) as first:
+            _turn(first, session_id, 0)
+        servers[0].kill9()
+        with _engine(other) as second:
+            assert _turn(second, session_id, 1) == len(_history(1))
+    servers[0].start()
 
 
 def test_a_store_that_is_gone_costs_a_prefill(servers: list[ServerProcess], session_id: str) -> None:
