@@ -13,6 +13,7 @@ from contextlib import ExitStack, aclosing
 from ctxcache.cache import Cache
 from ctxcache.cache.scrubbing import Scrubbed
 from ctxcache.core.ledger.session import Expiration
+from ctxcache.core.ledger.work import at_work
 from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.errors import DataDirectoryUnusable
 from ctxcache.runtime.clock import StoreClock
@@ -117,8 +118,9 @@ async def verify_directory(settings: Settings, *, bytes_per_second: int) -> Asyn
             default_expiration=Expiration(int(settings.default_ttl_s * 10**9)),
             crash_count=storage.directory.crash_count,
         )
-        await cache.open()
+        await at_work(cache.open())
         async with aclosing(cache.scrubbing.run(bytes_per_second=bytes_per_second)) as reports:
-            async for report in reports:
+            # Each step is a work of its own: its caller may take every step in another task.
+            while (report := await at_work(anext(reports, None))) is not None:
                 yield report
-        await cache.close()
+        await at_work(cache.close())
