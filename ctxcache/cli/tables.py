@@ -307,7 +307,7 @@ def published_view(published: PublishedSessions) -> RenderableType:
 
 
 def collected_view(collected: CollectedFleet) -> RenderableType:
-    """What a collection found."""
+    """The outcome of a collection."""
     objects = f"{counted(collected.object_count, 'object')}, {human_size(collected.size_bytes)}"
     garbage = f"{counted(collected.garbage_object_count, 'object')}, {human_size(collected.garbage_bytes)}"
     return grid(

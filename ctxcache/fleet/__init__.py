@@ -356,7 +356,7 @@ class Fleet:
             raise Unavailable(target=self._bucket, problem=str(error)) from error
 
     async def _bury_expired(self, gone: Iterable[Name]) -> None:
-        """What the bucket has of sessions that have expired here is removed; of evicted ones it stays."""
+        """Remove the objects of sessions that have expired here. Objects of evicted sessions stay."""
         for name in gone:
             shared = self.claims.shared(name)
             if not shared:

@@ -201,7 +201,7 @@ BROKEN = (
     *(CacheError, FrameError, DecodeError, NoAnswer, CancelledError),
     *(OSError, ValueError, ArithmeticError, LookupError),
 )
-"""What comes of a source that breaks off, or answers with anything at all."""
+"""Errors of a source that breaks off, or that answers with anything at all."""
 
 
 async def bring(

@@ -33,7 +33,7 @@ SHARDS = tuple(f"{number:02x}" for number in range(256))
 
 @dataclass(slots=True)
 class Collected:
-    """What was found, and what went."""
+    """Counts of a collection: objects that the bucket has, and objects that were removed."""
 
     session_count: int = 0
     """Sessions of which the bucket has something."""
@@ -71,7 +71,7 @@ class Collecting:
                 collected.session_count += 1
                 collected.object_count += len(objects)
                 collected.size_bytes += sum(found.size_bytes for found in objects)
-                # What was put a moment ago may be named in the next one.
+                # A store may be about to name an object that it put a moment ago.
                 old = [found for found in objects if now_s - found.modified_s > grace_s]
                 if old:
                     await self._look(folder, old, now_s, grace_s, collected, is_dry_run=is_dry_run)
@@ -102,7 +102,7 @@ class Collecting:
         collected.garbage_bytes += sum(found.size_bytes for found in garbage)
         if is_dry_run or not garbage:
             return
-        # Of a session without a head, nothing can come to be named.
+        # A session without a head has no owner that could name an object.
         if entry and head and not await self._fence(path, entry, head, is_over=is_over):
             collected.busy_session_count += 1
             return

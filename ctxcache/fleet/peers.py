@@ -52,7 +52,7 @@ class Former:
     expire_time_ns: int
     is_pinned: bool
     parts: tuple[peer_pb2.SharedPart, ...] = ()
-    """What the bucket has of it."""
+    """Objects of the bucket that hold rows of the session."""
 
     @classmethod
     def of(cls, session: Session, parts: Iterable[peer_pb2.SharedPart]) -> Self:

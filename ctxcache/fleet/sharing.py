@@ -70,7 +70,7 @@ THREAD_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class _Known:
-    """What the bucket has of a copy, by positions of its log.
+    """Objects of the bucket that hold rows of a copy, by positions of the copy's log.
 
     `index` is the object that names them, empty for none: they are there as long as the head names that one.
     """

@@ -92,7 +92,7 @@ class Offer:
     remaining: Any
     """A Duration: how long it would live on without an access."""
     parts: tuple[peer_pb2.SharedPart, ...]
-    """What the bucket has of it."""
+    """Objects of the bucket that hold rows of the session."""
     source: Callable[[], Source]
     again: Callable[[], Awaitable["Offer"]] | None = None
     """Asks once more, where the other store has no room for a connection. Raises Busy, Left, NoAnswer."""

@@ -148,7 +148,7 @@ class Counts:
     arrived_tokens: int = 0
     arrived_bytes: int = 0
     arrived_stored: int = 0
-    """Of those that arrived, how many came from the bucket."""
+    """Sessions that arrived from the bucket; `arrived` counts them too."""
     yielded: int = 0
     taken_from_silent: int = 0
     superseded: int = 0

@@ -1,4 +1,4 @@
-"""What the bucket has of a session: which of its objects still hold, and what is to be put.
+"""Objects of the bucket that hold rows of a session: which are still right, and which are to be put.
 
     log       0 ======================== 900      1000 ==== 1200 = 1300     live
     objects   |   a   |   b   |   c   |                             a, b hold, and c does if all of it is live

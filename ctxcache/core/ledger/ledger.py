@@ -354,7 +354,7 @@ class Ledger:
         if segment_id not in self._segments:
             self._woken(self.sleep.dormant.lister(segment_id))
         segment = self._segments.get(segment_id)
-        # Of a kin no session sleeps.
+        # Sessions that have kin do not sleep.
         if segment is not None and isinstance(segment.home, Residence):
             self._worked(self.names.by_uid.get(segment.home.uid))
         return segment
@@ -396,7 +396,7 @@ class Ledger:
 
     def opened(self, session: Session) -> None:
         """The session was created, or forked: its segments are listed by it too."""
-        # Whoever makes it has more to do with it.
+        # The caller has made the session, and goes on to change it.
         current_work().on(session)
         # The feed first: the indices ask for ranks, which a session without a standing does not have.
         self._add(session)

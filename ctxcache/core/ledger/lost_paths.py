@@ -124,7 +124,7 @@ class LostPaths:
         return session.uid in self._exposed
 
     def exposed(self) -> list[Session]:
-        """Those sessions. Whoever asks is at work on them, see `Work`."""
+        """The sessions that are exposed. The caller is at work on them, see `Work`."""
         work, sessions = current_work(), list(self._exposed.values())
         for session in sessions:
             work.on(session)
