@@ -301,26 +301,27 @@ class Sessions:
         token_count: int | None,
         expiration: Expiration | None,
         replaces: int | None = None,
+        is_rewrite: bool = False,
         pace: Pace = STEP_BY_STEP,
     ) -> SessionView:
         """Create a session that shares the source's first tokens, which are made durable first.
 
         Long work is done at `pace`, and changes nothing that a caller sees: the fork is of the source as
         that is at the end. `replaces`: it takes the place of the session of that id, which is at this
-        generation; then `expiration` is that one's. Raises SessionNotFound, SessionAlreadyExists,
-        GenerationMismatch, WriteInProgress, SessionInUse, ModelFingerprintMismatch, InvalidArgument,
-        TokenRangeOutOfBounds, SessionTooFragmented, CapacityExceeded, TierFailure.
+        generation; then `expiration` is that one's. `is_rewrite`: that one may have other tokens. Raises
+        SessionNotFound, SessionAlreadyExists, GenerationMismatch, WriteInProgress, SessionInUse,
+        ModelFingerprintMismatch, InvalidArgument, TokenRangeOutOfBounds, SessionTooFragmented,
+        CapacityExceeded, TierFailure.
         """
         # Every refusal comes before the source is flushed for the fork.
         source, kept = self._forkable(tenant, session_id, generation, token_count)
         self._metadata.check()
-        if replaces is None:
+        if self._replaceable(source, kept, new_id, replaces, is_rewrite=is_rewrite) is None:
             self.check_new(tenant, new_id)
-        else:
-            self._replaceable(source, kept, new_id, replaces)
         counted: Count | None = None
         gone_through: tuple[bytes, int] | None = None
         compared: tuple[bytes, int, int] | None = None
+        comparable = None if is_rewrite else replaces
         # Three preparations that wait, and after each of them everything is looked at again:
         #
         #     flush          what is shared must be durable: one record lists it for two sessions
@@ -329,9 +330,9 @@ class Sessions:
         while True:
             if source.durable_end < source.log_end:
                 await self._flushing.flush(source)
-            elif replaces is not None and compared != (source.uid, source.generation, kept):
+            elif comparable is not None and compared != (source.uid, source.generation, kept):
                 compared = source.uid, source.generation, kept
-                await self._check_same_tokens(source, new_id, replaces, kept)
+                await self._check_same_tokens(source, new_id, comparable, kept)
             elif gone_through != (source.uid, source.generation):
                 gone_through = source.uid, source.generation
                 counted = await self._make_shareable(source, ranges.select(source.live, 0, kept), pace)
@@ -350,9 +351,7 @@ class Sessions:
             live=ranges.select(source.live, 0, kept),
         )
         fork.segments = source.segments_of(fork.live)
-        # The log ends with the last shared segment, and not with the last kept token: the rows between them
-        # are the source's.
-        fork.log_end = max((s.end for s in fork.segments), default=0)
+        fork.log_end = _log_end(source, fork)
         fork.recorded_end = fork.durable_end = fork.log_end
         fork.path, fork.copy_path, fork.copies = source.path, source.copy_path, source.copies
         fork.salt, fork.labels = source.salt, source.labels
@@ -363,7 +362,7 @@ class Sessions:
             if len(fork.segments) == len(source.segments):
                 source.residence.take_count(counted)
         self._check_fragments(source, fork.live, fork.log_end)
-        replaced = None if replaces is None else self._replaceable(source, kept, new_id, replaces)
+        replaced = self._replaceable(source, kept, new_id, replaces, is_rewrite=is_rewrite)
         # A shared segment grows no more: both logs go on behind it.
         self._ledger.closed(fork.segments)
         # The access counts for the source: a session that is forked is in use.
@@ -372,14 +371,18 @@ class Sessions:
             return await self._take_place(replaced, fork, source)
         return await self._admit(fork, source)
 
-    def _replaceable(self, source: Session, kept: int, session_id: str, generation: int) -> Session:
-        """The session whose place a fork of the source's first `kept` tokens may take. Raises as `fork`."""
+    def _replaceable(
+        self, source: Session, kept: int, session_id: str, generation: int | None, *, is_rewrite: bool
+    ) -> Session | None:
+        """The session whose place a fork of the source's first `kept` tokens may take. Raises as `fork`.
+
+        None where it is to take nobody's: no generation is named.
+        """
+        if generation is None:
+            return None
         replaced = self._ledger.find(source.tenant, session_id)
         self._check_change(replaced, generation)
         replaced.check_fingerprint(source.model_fingerprint)
-        # Only the tokens that the fork keeps need to be whole.
-        whole_count = min(source.whole_token_count, kept)
-        problem = ""
         # Each of these would let the new session answer for tokens that are not its own.
         if replaced is source:
             problem = "is the source itself"
@@ -387,14 +390,8 @@ class Sessions:
             problem = "has another salt than the source"
         elif replaced.withheld:
             problem = "has tokens on a path that is lost"
-        elif replaced.token_count != kept:
-            problem = f"has {replaced.token_count} tokens, and {kept} are to take their place"
-        elif replaced.whole_token_count < whole_count:
-            problem = "was computed with tokens that were dropped, and the source was not"
-        elif contents_within(replaced.contents, 0, whole_count) != contents_within(
-            source.contents, 0, whole_count
-        ):
-            problem = "has other contents than the source"
+        else:
+            problem = "" if is_rewrite else _differs(source, replaced, kept)
         if problem:
             raise InvalidArgument(field="session_id", problem=problem)
         # A reader uses the session, or a hint said that it stays.
@@ -740,3 +737,26 @@ class Sessions:
         else:
             count = session.token_count
             self._state.journal.did(Call.FORK, session, source=source.name, tokens=count, **terms)
+
+
+def _differs(source: Session, replaced: Session, kept: int) -> str:
+    """Why a session is not of the source's first `kept` tokens, but for their ids; empty where it may be."""
+    # Only the tokens that the fork keeps need to be whole.
+    whole_count = min(source.whole_token_count, kept)
+    if replaced.token_count != kept:
+        return f"has {replaced.token_count} tokens, and {kept} are to take their place"
+    if replaced.whole_token_count < whole_count:
+        return "was computed with tokens that were dropped, and the source was not"
+    theirs, own = (contents_within(each.contents, 0, whole_count) for each in (replaced, source))
+    return "" if theirs == own else "has other contents than the source"
+
+
+def _log_end(source: Session, fork: Session) -> int:
+    """Where the log of a fork goes on."""
+    # A fork of all tokens goes on where its source would: the segments that a session adopted may end behind
+    # its log.
+    if fork.live and fork.live[-1][1] == source.log_end:
+        return source.log_end
+    # The log ends with the last shared segment, and not with the last kept token: the rows between them are
+    # the source's.
+    return max((segment.end for segment in fork.segments), default=0)

@@ -154,6 +154,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         replaces = request.replaces_generation if request.HasField("replaces_generation") else None
         if replaces is not None and not request.session_id:
             raise InvalidArgument(field="session_id", problem="is required: it says which one is replaced")
+        if replaces is None and request.is_rewrite:
+            raise InvalidArgument(field="is_rewrite", problem="needs replaces_generation")
         if replaces is not None and request.WhichOneof("expiration") is not None:
             raise InvalidArgument(field="expiration", problem="is that of the session that is replaced")
         tenant, new_id = current().tenant, validate.new_session_id(request.session_id)
@@ -165,6 +167,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             new_id,
             _generation(request),
             replaces=replaces,
+            is_rewrite=request.is_rewrite,
             token_count=request.token_count if request.HasField("token_count") else None,
             expiration=self._future(self._expiration(request)),
             pace=LoopSlice(self._turns),

@@ -688,6 +688,7 @@ class ForkSessionRequest(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     REPLACES_GENERATION_FIELD_NUMBER: _builtins.int
+    IS_REWRITE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The source, `sessions/{session_id}`. Required."""
     session_id: _builtins.str
@@ -699,9 +700,15 @@ class ForkSessionRequest(_message.Message):
     replaces_generation: _builtins.int
     """Take the place of the session that has `session_id`, which must be at this generation: the same tokens with
     other streams. One durable step: a crash leaves the one or the other, whole. It must have the source's model,
-    salt, contents and token ids, which the server compares, and none dropped where the source has none dropped.
+    salt, contents and token ids, which the server compares, and none dropped where the source has none dropped;
+    of an edited conversation (`is_rewrite`) the model and the salt alone.
     The new session has another uid and a higher generation, and the other's name, times, expiry, pin, copies and labels;
     `expiration` must be unset. It counts as no access. Unset: a new session.
+    """
+    is_rewrite: _builtins.bool
+    """The session that is replaced may have other tokens: its conversation was edited, or rendered anew. Its token ids,
+    how many they are, its contents and what was dropped of it are then not compared. Needs `replaces_generation`,
+    else INVALID_ARGUMENT. Default false.
     """
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
@@ -721,10 +728,11 @@ class ForkSessionRequest(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
         replaces_generation: _builtins.int | None = ...,
+        is_rewrite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "_replaces_generation", b"_replaces_generation", "_token_count", b"_token_count", "expiration", b"expiration", "expire_time", b"expire_time", "if_generation_match", b"if_generation_match", "replaces_generation", b"replaces_generation", "token_count", b"token_count", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "_replaces_generation", b"_replaces_generation", "_token_count", b"_token_count", "expiration", b"expiration", "expire_time", b"expire_time", "if_generation_match", b"if_generation_match", "name", b"name", "replaces_generation", b"replaces_generation", "session_id", b"session_id", "token_count", b"token_count", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "_replaces_generation", b"_replaces_generation", "_token_count", b"_token_count", "expiration", b"expiration", "expire_time", b"expire_time", "if_generation_match", b"if_generation_match", "is_rewrite", b"is_rewrite", "name", b"name", "replaces_generation", b"replaces_generation", "session_id", b"session_id", "token_count", b"token_count", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015

@@ -71,11 +71,13 @@ async def staged(
     return await rig.cache.appends.commit(reservation, len(tokens), is_durable=False, keep_open=False)
 
 
-async def put_in_place(rig: MemoryRig, source: str, name: str, generation: int | None = None) -> SessionView:
+async def put_in_place(
+    rig: MemoryRig, source: str, name: str, generation: int | None = None, *, is_rewrite: bool = False
+) -> SessionView:
     """Have the source's fork take that session's place."""
     at = rig.cache.sessions.get(TENANT, name).generation if generation is None else generation
     return await rig.cache.sessions.fork(
-        TENANT, source, name, None, token_count=None, expiration=None, replaces=at
+        TENANT, source, name, None, token_count=None, expiration=None, replaces=at, is_rewrite=is_rewrite
     )
 
 
@@ -165,6 +167,65 @@ async def test_a_form_that_cannot_take_the_place_changes_nothing(rig: MemoryRig,
     assert await read(rig, "chat") == expected(tokens)
     await put_in_place(rig, "staged", "chat")
     assert await read(rig, "chat") == small(tokens)
+
+
+async def test_an_edited_conversation_takes_its_session_s_place(rig: MemoryRig) -> None:
+    """Other and fewer tokens, some of them the old ones; the new ones are found, and go on being found."""
+    old = Writer(1).make(3 * SEGMENT_TOKENS)
+    kept = old[: SEGMENT_TOKENS + 10]
+    new = [*kept, *Writer(2).make(5)]
+    later = [*new, *Writer(3).make(2 * SEGMENT_TOKENS)]
+    await rig.create("chat", ttl_s=777)
+    await rig.append("chat", old[:40], is_durable=True)
+    await rig.demote("chat")
+    await rig.read("chat")
+    # Its tail takes no rows any more: what is adopted ends in the midst of the next segment.
+    await rig.append("chat", old[40:], is_durable=True)
+    before = rig.cache.sessions.get(TENANT, "chat")
+    await rig.create("edited")
+    adopted_count = await rig.adopt("edited", new)
+    assert adopted_count == SEGMENT_TOKENS
+    await rig.append("edited", new[adopted_count:])
+    view = await put_in_place(rig, "edited", "chat", is_rewrite=True)
+
+    assert (view.name, view.token_count, view.generation) == (before.name, len(new), before.generation + 1)
+    assert (view.expire_time_ns, view.access_time_ns) == (before.expire_time_ns, before.access_time_ns)
+    await rig.delete("edited")
+    await rig.crash()
+    assert (rig.names(), await read(rig, "chat")) == ({"chat"}, expected(new))
+    await rig.append("chat", later[len(new) :], is_durable=True)
+    assert (await rig.match(later)).token_count == len(later) // 64 * 64
+    assert rig.cache.ledger.find(TENANT, "chat").whole_token_count == len(later)
+    assert await read(rig, "chat") == expected(later)
+    await rig.check()
+
+
+async def test_an_edit_is_refused_where_the_session_is_another_one(
+    rig: MemoryRig, tokens: list[Token]
+) -> None:
+    """Another generation, salt or model, or a user: the conversation stays as it is."""
+    other = replace(MODEL, model_id="other", revision="2")
+    await rig.cache.models.register(TENANT, other)
+    await rig.create("chat")
+    await rig.append("chat", tokens, is_durable=True)
+    await staged(rig, "edited", Writer(3).make(COUNT + 7))
+    await staged(rig, "salted", tokens, salt=b"s")
+    await staged(rig, "foreign", tokens, model_id="other", fingerprint=other.fingerprint())
+    session = rig.cache.ledger.find(TENANT, "chat")
+    for error, source, generation in (
+        (GenerationMismatch, "edited", session.generation - 1),
+        (InvalidArgument, "salted", None),
+        (ModelFingerprintMismatch, "foreign", None),
+    ):
+        with pytest.raises(error):
+            await put_in_place(rig, source, "chat", generation, is_rewrite=True)
+    for error, begin, end in users(rig, session.uid):
+        handle = await begin()
+        with pytest.raises(error):
+            await put_in_place(rig, "edited", "chat", is_rewrite=True)
+        end(handle)
+    await rig.check()
+    assert await read(rig, "chat") == expected(tokens)
 
 
 def users(
@@ -264,23 +325,25 @@ def failing(rig: MemoryRig, *, is_written: bool, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("commit", ["lost", "written"])
+@pytest.mark.parametrize("is_rewrite", [False, True], ids=["form", "edit"])
 async def test_a_crash_leaves_the_one_or_the_other(
-    rig: MemoryRig, tokens: list[Token], commit: str, monkeypatch: pytest.MonkeyPatch
+    rig: MemoryRig, tokens: list[Token], commit: str, *, is_rewrite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the commit the old form, behind it the new one, whole; the store itself goes on with the new."""
     await rig.create("chat")
     await rig.append("chat", tokens, is_durable=True)
-    await staged(rig, "staged", tokens)
+    other = Writer(3).make(COUNT - 5) if is_rewrite else tokens
+    await staged(rig, "staged", other)
     await rig.flush("staged")
     is_written = commit == "written"
     with failing(rig, is_written=is_written, monkeypatch=monkeypatch), pytest.raises(TierFailure):
-        await put_in_place(rig, "staged", "chat")
-    assert await read(rig, "chat", is_quiet=True) == small(tokens)
+        await put_in_place(rig, "staged", "chat", is_rewrite=is_rewrite)
+    assert await read(rig, "chat", is_quiet=True) == small(other)
     await rig.crash()
 
     assert rig.names() == {"chat", "staged"}
-    assert await read(rig, "chat") == (small(tokens) if is_written else expected(tokens))
-    assert await read(rig, "staged") == small(tokens)
+    assert await read(rig, "chat") == (small(other) if is_written else expected(tokens))
+    assert await read(rig, "staged") == small(other)
     await rig.check()
 
 

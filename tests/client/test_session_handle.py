@@ -268,6 +268,18 @@ def test_a_session_takes_another_s_place(cache: Client, name: str) -> None:
         np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(75)[HIDDEN])
 
 
+def test_an_edited_conversation_takes_its_session_s_place(cache: Client, name: str) -> None:
+    """Where the caller says that it is one; twins of other tokens are refused without that."""
+    chat, edited = (cache.sessions.create(OWN, id=f"{name}-{which}") for which in ("one", "two"))
+    chat.append(make_rows(70))
+    edited.append(make_rows(50, first=100))
+    with pytest.raises(InvalidArgument):
+        edited.fork(id=f"{name}-one", replaces_generation=chat.info.generation)
+    made = edited.fork(id=f"{name}-one", replaces_generation=chat.info.generation, is_rewrite=True)
+    with made.read(streams=[HIDDEN]) as rows:
+        np.testing.assert_array_equal(rows.array(HIDDEN), make_rows(50, first=100)[HIDDEN])
+
+
 def test_what_changes_the_session_is_known_to_the_handle(cache: Client, name: str) -> None:
     """Truncation, forks, expiry; an append after a cut goes behind the cut."""
     chat = cache.sessions.create(OWN, id=name)

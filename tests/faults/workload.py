@@ -287,22 +287,24 @@ class Worker(threading.Thread):
         self._remove(client, session)
 
     def _replace(self, client: Client, session: Expected) -> None:
-        """A fork of the session takes its place: whatever a kill leaves, it is the same tokens."""
-        staged = Expected(f"sessions/{self._ledger.new_name()}", live=session.live)
+        """A fork of the session takes its place, whole or edited: a kill leaves the one or the other."""
+        is_edit = self._random.random() < 0.5
+        kept = self._random.randint(0, len(session.live)) if is_edit else len(session.live)
+        staged = Expected(f"sessions/{self._ledger.new_name()}", live=session.live[:kept])
         staged.cuts = [staged.live[-1] + 1 if staged.live else 0]
         staged.flushed()
         self._ledger.sessions[staged.name] = staged
         fork = client.sessions.open(session.name).fork(
-            id=staged.name.removeprefix("sessions/"), ttl=seconds(3600)
+            id=staged.name.removeprefix("sessions/"), token_count=kept, ttl=seconds(3600)
         )
         staged.may_be_absent = False
         self._look(staged, fork.info)
         session.flushed()
         at = client.sessions.get(session.name).generation
-        session.begin(Change(session.live))
+        session.begin(Change(staged.live))
         try:
             view = client.sessions.open(staged.name).fork(
-                id=session.name.removeprefix("sessions/"), replaces_generation=at
+                id=session.name.removeprefix("sessions/"), replaces_generation=at, is_rewrite=is_edit
             )
             self._acknowledged(session, view.info)
         except SessionInUse:

@@ -497,6 +497,7 @@ async def test_a_fork_takes_another_s_place_on_conditions(client: Client) -> Non
     fork, request = client.sessions.ForkSession, session_pb2.ForkSessionRequest
     for facts, code, reason in (
         ({"replaces_generation": at}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+        ({"session_id": "new", "is_rewrite": True}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
         (
             {"session_id": "a", "replaces_generation": at, "ttl": Duration(seconds=9)},
             Code.INVALID_ARGUMENT,
@@ -516,6 +517,10 @@ async def test_a_fork_takes_another_s_place_on_conditions(client: Client) -> Non
     made = await fork(request(name="sessions/b", session_id="a", replaces_generation=at))
     assert (made.name, made.generation, made.token_count) == ("sessions/a", at + 1, 70)
     assert (await client.get("a")).uid == made.uid
+    edit = request(
+        name="sessions/b", session_id="a", replaces_generation=at + 1, token_count=9, is_rewrite=True
+    )
+    assert (await fork(edit)).token_count == (await client.get("a")).token_count == 9
 
 
 async def test_a_fork_goes_on_by_itself(client: Client) -> None:
