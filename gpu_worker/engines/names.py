@@ -20,8 +20,9 @@ from ctxcache.format.ids import SESSION_ID
 #     name      alice          alice.rank1        sha256:0f3a...
 #     id        alice          sha256:5b1c...     sha256:77e0...
 #     rank 1    alice.rank1    sha256:5b1c....rank1
+#     past 2    alice.past2    sha256:5b1c....past2
 DIGEST = "sha256:"
-_RANK = re.compile(r"\.rank[0-9]+")
+_OURS = re.compile(r"\.(rank|past)[0-9]+")
 
 
 def session_id(name: str) -> str:
@@ -31,14 +32,23 @@ def session_id(name: str) -> str:
     """
     if not name:
         raise InvalidArgument(field="session_id", problem="an empty name is no conversation's")
-    is_ours = name.startswith(DIGEST) or _RANK.fullmatch(name[name.rfind(".") :])
+    is_ours = name.startswith(DIGEST) or _OURS.fullmatch(name[name.rfind(".") :])
     return name if SESSION_ID.fullmatch(name) and not is_ours else _digest(name)
 
 
 def part_of(id_: str, rank: int) -> str:
     """The id of the session that has a rank's part of the session of this id."""
-    part = f"{id_}.rank{rank}"
-    return part if SESSION_ID.fullmatch(part) else f"{_digest(id_)}.rank{rank}"
+    return _derived(id_, f".rank{rank}")
+
+
+def past_of(id_: str, number: int) -> str:
+    """The id of the session that keeps an earlier rendering of the session of this id."""
+    return _derived(id_, f".past{number}")
+
+
+def _derived(id_: str, ending: str) -> str:
+    derived = f"{id_}{ending}"
+    return derived if SESSION_ID.fullmatch(derived) else f"{_digest(id_)}{ending}"
 
 
 def _digest(name: str) -> str:

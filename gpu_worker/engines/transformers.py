@@ -10,8 +10,9 @@ runs on its cache, the pass ends with the reason and the cache is thrown away. W
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -30,12 +31,15 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS, loss_nats
 from ctxcache.format.streams import TOKENS
 from gpu_worker.engines import names
+from gpu_worker.engines.precedence import Precedence
 from gpu_worker.engines.reasons import Reasons
 from gpu_worker.engines.transformers_host import HostCaches
+from gpu_worker.engines.transformers_renderings import KEPT, RUN_TOKENS, Renderings
 from gpu_worker.engines.transformers_restoring import Restoring, SessionRestorer
 from gpu_worker.engines.transformers_sessions import DAMAGED, MISSES, cut, emptied, stand_in, tokens_of
-from gpu_worker.errors import IncompleteRestore
+from gpu_worker.errors import IncompleteRestore, RestoreFailed
 from gpu_worker.families.generation import (
+    PREFILL_PIECE_TOKENS,
     SINK_TOKENS,
     Capture,
     Stops,
@@ -50,6 +54,7 @@ from gpu_worker.model.proof import adapt
 from gpu_worker.model.unchanged import Unchanged
 from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.planned import Choice, Chooser, ReturnCost, Wanted
+from gpu_worker.planning.ahead import AheadCounts, AheadTally
 from gpu_worker.planning.layout import Return
 from gpu_worker.planning.plan import RestorePlan
 from gpu_worker.planning.profile import Profile, StatePlace
@@ -83,7 +88,7 @@ class Turn:
     `predicted_ns` (0 where the plan was the caller's). States of `snapshot_token_count` tokens came from a
     snapshot, and were brought forward from there. `loss_nats`: how far the reply's predictions may be from
     those of exact rows, because rows in few bits were restored: KL divergence, the mean of a passage's
-    tokens; 0 where they were exact.
+    tokens; 0 where they were exact. `ahead_token_count` of the reused tokens were computed by `rerendered`.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -98,6 +103,53 @@ class Turn:
     first_token_ns: int = 0
     miss_reason: str = ""
     loss_nats: float = 0.0
+    ahead_token_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rerendered:
+    """What became of a rendering that was to be there before its turn.
+
+    Of `token_count` tokens of the history, `common_token_count` were the conversation's already, and
+    `computed_token_count` were computed. `is_in_place`: the conversation has all of them now. `gave_way`: a
+    turn came, and what was computed is found by its tokens. `reason`: of the error that ended it; empty where
+    none did, and where there was nothing to do.
+    """
+
+    token_count: int = 0
+    common_token_count: int = 0
+    computed_token_count: int = 0
+    is_in_place: bool = False
+    gave_way: bool = False
+    reason: str = ""
+
+
+class _Pace(NamedTuple):
+    """How a pass ahead goes on; see `rerendered`."""
+
+    step_tokens: int
+    is_worth: Callable[[int, int], bool]
+    goes_on: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """How new tokens go through the model: in passes of at most `tokens`.
+
+    `begins` is called with the size of each before it runs. `durability`: of what is saved; None for the
+    engine's.
+    """
+
+    tokens: int = PREFILL_PIECE_TOKENS
+    begins: Callable[[int], None] = lambda _count: None
+    durability: Durability | None = None
+
+
+FAST = Steps()
+
+
+class _GivesWay(Exception):
+    """A turn waits: the pass ahead ends between two of its steps."""
 
 
 def context_window(model: PreTrainedModel) -> int:
@@ -214,6 +266,7 @@ class TransformersEngine(Closing):
         snapshot_every: int | None = None,
         holds_on_host: bool = False,
         labels: Mapping[str, str] | None = None,
+        renderings: int = KEPT,
     ) -> None:
         """`plan` says what is saved and how it comes back; without one, a planner does, from `profile` on.
 
@@ -224,11 +277,13 @@ class TransformersEngine(Closing):
         a multiple of 32, or 0 for none; by default as the planner says. `holds_on_host`: for contexts whose
         K and V do not fit the device: they stay on the host while a turn is computed (`HostCache`), and
         sessions are saved as layer inputs, which a plan must say. `labels`: of each session that the engine
-        makes, beside its turn's own. Registers the model with a probe, or
-        compares it with the one that is kept. Raises InvalidArgument(field="plan" | "snapshot_every"),
-        UnsupportedArchitecture for a model that cannot be held so, ModelFingerprintMismatch,
-        ModelProbeMismatch, Unavailable.
+        makes, beside its turn's own. `renderings`: how many earlier renderings of an edited conversation
+        stay (`rerendered`). Registers the model with a probe, or compares it with the one that is kept.
+        Raises InvalidArgument(field="plan" | "snapshot_every" | "renderings"), UnsupportedArchitecture for a
+        model that cannot be held so, ModelFingerprintMismatch, ModelProbeMismatch, Unavailable.
         """
+        if renderings < 0:
+            raise InvalidArgument(field="renderings", problem=f"{renderings} is no number of renderings")
         if plan is not None:
             plan.check(spec)
         elif profile is None:
@@ -267,6 +322,11 @@ class TransformersEngine(Closing):
         # change.
         self._unchanged = Unchanged(model, spec)
         self._savers = Savers(client, self._own, model.device, self._unchanged.check_weights)
+        self._renderings = Renderings(client, self._own, kept=renderings)
+        self._precedence = Precedence()
+        self._ahead = AheadTally()
+        self.turn_begins: Callable[[str], None] = lambda _session_id: None
+        """Called with a conversation's name where its turn begins, in the turn's thread."""
         self._snapshots: Snapshots | None = None
         if self._snapshot_every:
             self._snapshots = Snapshots(
@@ -374,24 +434,156 @@ class TransformersEngine(Closing):
         ModelChanged, with nothing restored or saved, when the model is not what it was when the engine was
         made.
         """
-        self._unchanged.check()
         begin_ns = time.perf_counter_ns()
         turn = Turn()
         new_count = len(new_token_ids) + max_new_tokens
-        session, known = self._fit(session_id, history, new_count, turn, labels)
-        if self._host is not None:
-            self._host.begin(max(session.token_count, len(known or ())) + new_count)
-        with span("restore", token_count=len(known or ())):
-            start = self._restore(session, known, len(new_token_ids), turn)
-        turn.restore_ns = time.perf_counter_ns() - begin_ns
-        missing = start.note(turn, known, len(new_token_ids))
-        for token in self._answer(start, [*missing, *new_token_ids], max_new_tokens, eos_token_ids, turn):
-            turn.first_token_ns = turn.first_token_ns or time.perf_counter_ns() - begin_ns
-            turn.token_ids.append(token)
-            on_token(token)
-        if self._host is not None:
-            self._host.close()
+        with self._turn_of(session_id):
+            session, known = self._fit(session_id, history, new_count, turn, labels)
+            if self._host is not None:
+                self._host.begin(max(session.token_count, len(known or ())) + new_count)
+            with span("restore", token_count=len(known or ())):
+                start = self._restore(session, known, len(new_token_ids), turn)
+            turn.restore_ns = time.perf_counter_ns() - begin_ns
+            missing = start.note(turn, known, len(new_token_ids))
+            turn.ahead_token_count = self._ahead.returned(start.session.name, start.reused_count)
+            for token in self._answer(start, [*missing, *new_token_ids], max_new_tokens, eos_token_ids, turn):
+                turn.first_token_ns = turn.first_token_ns or time.perf_counter_ns() - begin_ns
+                turn.token_ids.append(token)
+                on_token(token)
+            if self._host is not None:
+                self._host.close()
         return turn
+
+    @contextmanager
+    def _turn_of(self, *session_ids: str) -> Iterator[None]:
+        """Have the model for turns of these conversations; who works ahead gives way."""
+        for session_id in session_ids:
+            self.turn_begins(session_id)
+        with self._precedence.turn():
+            self._unchanged.check()
+            yield
+
+    # -- ahead of a turn -----------------------------------------------------------------------------
+
+    @property
+    def ahead(self) -> AheadCounts:
+        """Tokens that `rerendered` computed, and what became of them."""
+        return self._ahead.counts
+
+    def rerendered(
+        self,
+        session_id: str,
+        history: Sequence[int],
+        *,
+        step_tokens: int = PREFILL_PIECE_TOKENS,
+        is_worth: Callable[[int, int], bool] = lambda _spared_count, _cost_count: True,
+        goes_on: Callable[[], bool] = lambda: True,
+    ) -> Rerendered:
+        """Compute what a conversation's next prompt will begin with, as far as its session has other tokens.
+
+        `history`: token ids of the next rendering. From the first one that differs on they are computed, in
+        steps of `step_tokens`. Then they take the session's place at once, and what it had is kept for a
+        while as an earlier rendering, which a turn finds by its tokens. It never makes a session of its
+        own: one that is not there, that went on meanwhile or that somebody reads stays as it is. A turn of
+        the engine that comes meanwhile waits for one step, and finds what was computed by then. `is_worth`
+        is asked with the tokens that a turn would be spared and those that are to be computed; where it
+        says no, nothing is done. `goes_on` is asked before each step; where it says no, the pass gives way.
+        Only errors of the caller are raised: InvalidArgument, ModelChanged.
+        """
+        name = _name_of(session_id)
+        if step_tokens < 1:
+            raise InvalidArgument(field="step_tokens", problem=f"{step_tokens} is no number of tokens")
+        if len(history) > self._window:
+            problem = f"{len(history)} tokens are more than the context of {self._window}"
+            raise InvalidArgument(field="history", problem=problem)
+        with self._precedence.ahead():
+            self._unchanged.check()
+            try:
+                return self._rerender(name, list(history), _Pace(step_tokens, is_worth, goes_on))
+            except CacheError as error:
+                self._misses.tell(name, f"is not rendered ahead, {error.reason.lower()}", error)
+                return Rerendered(len(history), reason=error.reason)
+
+    def _rerender(self, name: str, history: list[int], pace: _Pace) -> Rerendered:
+        self._check_saved(name)
+        session = self._client.sessions.get(name)
+        self._own.check(session)
+        if session.contents:
+            raise InvalidArgument(field="session", problem=f"{name} has contents, which no token ids say")
+        # A quiet read: nobody returned.
+        with self._client.sessions.open(session, self._own).read(streams=[TOKENS], is_quiet=True) as rows:
+            session, ids = rows.session, rows.token_ids()
+        common = common_prefix(ids, history)
+        differing = len(history) - common
+        if not differing or not pace.is_worth(differing, differing + common % RUN_TOKENS):
+            return Rerendered(len(history), common)
+        # One pass ahead, and what a crash leaves at each step:
+        #
+        #     create and adopt      a session with the common tokens, which expires
+        #     compute, save         a longer one; the conversation is as it was
+        #     keep the old          a session that shares its segments, which expires
+        #     take its place        one step of the store: the old rendering before it, the new one behind
+        #     delete what was made  left over: it expires
+        working = self._renderings.begun(session, history, common)
+        begin = done = working.token_count
+        try:
+            if done < len(history):
+                done = self._compute_ahead(working, history, pace)
+            is_whole = done == len(history)
+            if is_whole:
+                self._renderings.take_place(working, session, ids, common)
+            else:
+                self._renderings.leave(session, working)
+        except BaseException:
+            self._ahead.dropped(done - begin)
+            self._renderings.drop(working)
+            raise
+        # Tokens before the first that differs were there: they were computed for the sake of those behind.
+        again = max(min(common, done) - begin, 0)
+        self._ahead.dropped(again)
+        self._ahead.held(name, begin + again, done)
+        return Rerendered(len(history), common, done - begin, is_in_place=is_whole, gave_way=not is_whole)
+
+    def _compute_ahead(self, working: SessionInfo, history: list[int], pace: _Pace) -> int:
+        """Compute the rest of a rendering until a turn waits; how many tokens its session has then."""
+        computed_count = 0
+
+        def begins(count: int) -> None:
+            nonlocal computed_count
+            if self._precedence.is_wanted or not pace.goes_on():
+                raise _GivesWay
+            computed_count += count
+
+        if self._host is not None:
+            self._host.begin(len(history))
+        try:
+            start = self._restored_ahead(working, history)
+            # The store makes it durable where it takes its place.
+            steps = Steps(pace.step_tokens, begins, Durability.MEMORY)
+            with suppress(_GivesWay):
+                for _token in self._generate(start, history[len(start.saved) :], 0, (), steps):
+                    pass
+            self._check_saved(working.name)
+            return self._client.sessions.get(working.name).token_count
+        except BaseException:
+            self._ahead.dropped(computed_count)
+            raise
+        finally:
+            if self._host is not None:
+                self._host.close()
+
+    def _restored_ahead(self, working: SessionInfo, history: list[int]) -> Start:
+        turn = Turn()
+        start = self._restore_common(working, history, 0, turn)
+        # A turn would compute the tokens without their rows. A pass ahead can wait for another time.
+        if turn.miss_reason:
+            raise RestoreFailed(problem=f"{working.name} does not come back: {turn.miss_reason.lower()}")
+        return start
+
+    def _check_saved(self, session_name: str) -> None:
+        failure = self._savers.wait(session_name)
+        if failure is not None:
+            raise failure
 
     # -- before the first token --------------------------------------------------------------------
 
@@ -528,10 +720,12 @@ class TransformersEngine(Closing):
         choice: Choice,
         *,
         behind_count: int = 0,
+        may_switch: bool = True,
     ) -> Start:
         """Begin to restore what the session and the history have in common, as chosen for `wanted`.
 
-        Raises what a read raises. The restore tells a later error.
+        `may_switch`: to another rendering that has more of the history. Raises what a read raises. The
+        restore tells a later error.
         """
         rows = self._client.sessions.open(session, self._own).read(streams=choice.streams())
         with ExitStack() as stack:
@@ -543,6 +737,14 @@ class TransformersEngine(Closing):
             ids = rows.token_ids()
             common = len(ids) if known is None else common_prefix(ids, known)
             missing_count = 0 if known is None else len(known) - common
+            is_other = may_switch and known is not None and common < min(len(ids), len(known))
+            if known is not None and is_other and self._renderings.is_elsewhere(session, known, common):
+                # The lease goes back first: a session that is read gives its place to none.
+                stack.close()
+                session = self._renderings.switched(session, ids, known, common)
+                return self._begin(
+                    session, known, wanted, choice, behind_count=behind_count, may_switch=False
+                )
             # The cut comes before any append: rows behind the common prefix are another conversation's.
             session = cut(self._client, session, common)
             if not common:
@@ -635,6 +837,7 @@ class TransformersEngine(Closing):
         token_ids: Sequence[int],
         max_new_tokens: int,
         eos_token_ids: Collection[int] | None,
+        steps: Steps = FAST,
     ) -> Iterator[int]:
         """Yield the reply. Rows are saved as they are computed, that of the last token included."""
         session = start.session
@@ -648,6 +851,7 @@ class TransformersEngine(Closing):
 
         def passing(token_ids: Sequence[int]) -> AbstractContextManager[None]:
             nonlocal end
+            steps.begins(len(token_ids))
             end += len(token_ids)
             saved = saver.passing([Slice(session.name, end - len(token_ids), len(token_ids))], token_ids)
             return saved if states is None else states.around(saved, token_ids)
@@ -668,6 +872,7 @@ class TransformersEngine(Closing):
                     token_ids,
                     max_new_tokens=max_new_tokens,
                     eos_token_ids=eos_token_ids,
+                    piece_tokens=steps.tokens,
                     around=passing,
                     is_stepwise=is_stepwise,
                     stops=stops,
@@ -686,4 +891,4 @@ class TransformersEngine(Closing):
                     states.ended()
         finally:
             # A turn that broke is finished too: whole tokens before the break are the session's.
-            saver.finish(session.name, durability=self._durability)
+            saver.finish(session.name, durability=steps.durability or self._durability)

@@ -185,8 +185,11 @@ class TransformersBatchEngine(TransformersEngine):
             raise InvalidArgument(field="session_id", problem="a session has one turn at a time")
         if any(not request.new_token_ids for request in requests):
             raise InvalidArgument(field="token_ids", problem="at least one token is needed to continue")
-        self._unchanged.check()
         begin_ns = perf_counter_ns()
+        with self._turn_of(*names):
+            return self._turns(requests, begin_ns)
+
+    def _turns(self, requests: Sequence[TurnRequest], begin_ns: int) -> list[Turn]:
         batch = [self._look_up(request) for request in requests]
         chosen = self._chooser.choose_together([queued.wanted for queued in batch], place=self._place)
         batch = [batch[index] for index, _ in chosen]
@@ -246,6 +249,7 @@ class TransformersBatchEngine(TransformersEngine):
         start.note_times(turn)
         turn.restore_ns = perf_counter_ns() - begin_ns
         missing = start.note(turn, queued.known, len(request.new_token_ids))
+        turn.ahead_token_count = self._ahead.returned(start.session.name, start.reused_count)
         if start.is_missing:
             # The store has these tokens: they are computed, and not saved again.
             with self._recomputing():

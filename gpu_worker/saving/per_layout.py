@@ -29,7 +29,7 @@ class Savers:
 
         Raises InvalidArgument for a stream that the model does not have.
         """
-        saver = self._by_layout.pop(layout, None)
+        saver = self._by_layout.get(layout)
         if saver is None:
             while len(self._by_layout) >= LAYOUT_LIMIT:
                 # The saver used longest ago leaves. Closing it saves its staged rows.
@@ -42,12 +42,14 @@ class Savers:
                 # The check runs when rows are about to be saved, not behind each pass.
                 witness=lambda: self._check,
             )
-        self._by_layout[layout] = saver
+            self._by_layout[layout] = saver
+        # A saver never leaves the table for its new place: another thread may be waiting for its sessions.
+        self._by_layout.move_to_end(layout)
         return saver
 
     def wait(self, session_name: str) -> CacheError | None:
         """Wait until a session is saved; the error that stopped saves, if any. Raises DeadlineExceeded."""
-        failures = [saver.wait(session_name) for saver in self._by_layout.values()]
+        failures = [saver.wait(session_name) for saver in list(self._by_layout.values())]
         return next((failure for failure in failures if failure is not None), None)
 
     def close(self) -> None:

@@ -212,12 +212,13 @@ async def test_an_edit_is_refused_where_the_session_is_another_one(
     await staged(rig, "salted", tokens, salt=b"s")
     await staged(rig, "foreign", tokens, model_id="other", fingerprint=other.fingerprint())
     session = rig.cache.ledger.find(TENANT, "chat")
-    for error, source, generation in (
+    wrong: list[tuple[type[CacheError], str, int | None]] = [
         (GenerationMismatch, "edited", session.generation - 1),
         (InvalidArgument, "salted", None),
         (ModelFingerprintMismatch, "foreign", None),
-    ):
-        with pytest.raises(error):
+    ]
+    for refused, source, generation in wrong:
+        with pytest.raises(refused):
             await put_in_place(rig, source, "chat", generation, is_rewrite=True)
     for error, begin, end in users(rig, session.uid):
         handle = await begin()

@@ -21,7 +21,7 @@ from ctxcache.client import Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKENS, StateKind
-from gpu_worker.engines.transformers import Start, TransformersEngine
+from gpu_worker.engines.transformers import FAST, Start, Steps, TransformersEngine
 from gpu_worker.families.generation import common_prefix, fit, prefill
 from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
@@ -87,9 +87,10 @@ class _Engine(TransformersEngine):
         token_ids: Sequence[int],
         max_new_tokens: int,
         eos_token_ids: Collection[int] | None,
+        steps: Steps = FAST,
     ) -> Iterator[int]:
         self.start = start
-        yield from super()._generate(start, token_ids, max_new_tokens, eos_token_ids)
+        yield from super()._generate(start, token_ids, max_new_tokens, eos_token_ids, steps)
 
 
 class _Walk:

@@ -1,0 +1,211 @@
+"""Renderings of a conversation: the tokens that its session has, and those that it will have or had.
+
+A template that strips thoughts, an agent that prunes, a user who edits: the next prompt agrees with the
+session up to some token, and differs behind it. The rendering that comes is a session of its own until it is
+whole. Then it takes the other's place in one step of the store, and what was there before stays for a while.
+
+```
+   alice          [ system | question | thought | answer ]            what was computed
+   a new session  [ system | question ]                               begins with what any session has of it
+                  [ system | question | answer ]                      the rest is computed
+   alice.past0    [ system | question | thought | answer ]            the old rendering, for a while
+   alice          [ system | question | answer ]                      one step: from here on it is the new one
+```
+
+What a killed engine leaves of this expires. What is kept shares its segments with the session, has its
+labels, and is found by its tokens, as any session. Worst case: an edit in the midst of 64 tokens computes
+these again.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+from ctxcache.client import CallerModel, Client, SessionHandle
+from ctxcache.client.types import SessionInfo
+from ctxcache.errors import CacheError, SessionNotFound
+from ctxcache.format.streams import TOKENS, Stream
+from gpu_worker.engines.names import past_of
+
+log = logging.getLogger(__name__)
+
+RUN_TOKENS = 64
+"""Sessions are found by whole runs of so many tokens."""
+KEPT = 3
+"""Earlier renderings of a conversation that are kept."""
+KEPT_TTL = timedelta(hours=1)
+"""How long an earlier rendering is kept after its last use, unless its session ends before that."""
+WORKING_TTL = timedelta(minutes=10)
+"""A rendering that was begun and not finished expires then."""
+_LEAST_TTL = timedelta(seconds=1)
+_LEAST_GAIN_TOKENS = 32
+"""Fewer are computed sooner than a conversation changes its place, which takes some calls of the store."""
+_MOST_BEGUN = 256
+"""Unfinished renderings that are remembered; older ones are left to expire."""
+
+
+class Renderings:
+    """The renderings of one model's conversations in a store. For one thread at a time."""
+
+    def __init__(self, client: Client, model: CallerModel, *, kept: int = KEPT) -> None:
+        """`kept`: how many earlier renderings of each conversation stay, 0 for none."""
+        self._client, self._model, self._kept = client, model, kept
+        self._begun: OrderedDict[str, SessionInfo] = OrderedDict()
+        """By the name of the conversation, what was begun and not finished."""
+
+    def is_elsewhere(self, session: SessionInfo, history: Sequence[int], common_count: int) -> bool:
+        """Whether another session has so much more of the history that it is worth a change of place."""
+        try:
+            matched = self._client.prefixes.match(
+                self._model, history, salt=session.salt, layout=_layout(session)
+            )
+        except CacheError as error:
+            # The turn goes on with what its own session has.
+            log.info("rendering_not_taken session=%a reason=%s error=%s", session.name, error.reason, error)
+            return False
+        return matched.token_count - common_count >= _LEAST_GAIN_TOKENS
+
+    def begun(self, session: SessionInfo, history: Sequence[int], common_count: int) -> SessionInfo:
+        """A session of the store's own making that begins with what is there of the history.
+
+        `common_count`: how many of the session's own tokens are the history's. Raises what the store's calls
+        raise.
+        """
+        working = self._made(session, history, WORKING_TTL)
+        # Tokens behind dropped ones have no keys: the conversation has more of the history than is found.
+        if common_count - working.info.token_count >= RUN_TOKENS:
+            self.drop(working.info)
+            working = self._client.sessions.open(session).fork(
+                token_count=common_count,
+                ttl=_ttl(session, WORKING_TTL),
+                if_generation_match=session.generation,
+            )
+        # What an earlier attempt left is shared by now.
+        self.forget(session)
+        return working.info
+
+    def leave(self, session: SessionInfo, working: SessionInfo) -> None:
+        """A rendering was begun and is not whole: whoever goes on finds it by its tokens."""
+        self._begun[session.name] = working
+        if len(self._begun) > _MOST_BEGUN:
+            self._begun.popitem(last=False)
+
+    def forget(self, session: SessionInfo) -> None:
+        """Delete what `leave` left of a conversation."""
+        working = self._begun.pop(session.name, None)
+        if working is not None:
+            self.drop(working)
+
+    def take_place(
+        self, working: SessionInfo, session: SessionInfo, token_ids: Sequence[int], common_count: int
+    ) -> SessionInfo:
+        """Put a whole rendering in its conversation's place. Its session as it was seen has `token_ids`.
+
+        Raises GenerationMismatch, WriteInProgress, SessionNotFound and SessionInUse where the conversation
+        went on, ended or is read meanwhile; then it is as it was.
+        """
+        kept = self._keep(session, token_ids, common_count)
+        try:
+            made = self._client.sessions.open(working.name, self._model).fork(
+                id=session.name.removeprefix("sessions/"),
+                replaces_generation=session.generation,
+                is_rewrite=True,
+            )
+        except BaseException:
+            # Of a conversation that was deleted meanwhile nothing may come back.
+            if kept is not None:
+                self.drop(kept)
+            raise
+        self.drop(working)
+        return made.info
+
+    def switched(
+        self, session: SessionInfo, token_ids: Sequence[int], history: Sequence[int], common_count: int
+    ) -> SessionInfo:
+        """Let a conversation go on in the session that has the most of its history. Returns it as it is then.
+
+        Where the store refuses, the conversation stays where it was.
+        """
+        working: SessionInfo | None = None
+        try:
+            working = self._made(session, history, WORKING_TTL).info
+            if working.token_count > common_count:
+                session = self.take_place(working, session, token_ids, common_count)
+                self.forget(session)
+                return session
+        except CacheError as error:
+            log.info("rendering_not_taken session=%a reason=%s error=%s", session.name, error.reason, error)
+        if working is not None:
+            self.drop(working)
+        return session
+
+    def drop(self, working: SessionInfo) -> None:
+        """Delete a rendering that is not needed."""
+        # It expires anyway; the error of the work matters more.
+        with suppress(CacheError):
+            self._client.sessions.open(working.name).delete()
+
+    def _keep(self, session: SessionInfo, token_ids: Sequence[int], common_count: int) -> SessionInfo | None:
+        """Keep what a conversation has now. Where that fails, switching back to it is computed."""
+        # Less is found by no key.
+        if len(token_ids) // RUN_TOKENS * RUN_TOKENS <= common_count:
+            return None
+        try:
+            id_ = self._room(session)
+            kept = self._made(session, token_ids, KEPT_TTL, id_).info if id_ else None
+        except CacheError as error:
+            log.info("rendering_not_kept session=%a reason=%s error=%s", session.name, error.reason, error)
+            return None
+        if kept is not None and kept.token_count <= common_count:
+            self.drop(kept)
+            return None
+        return kept
+
+    def _room(self, session: SessionInfo) -> str:
+        """The id of the next rendering to keep; the oldest gives its own up. Empty where none is kept."""
+        oldest: SessionInfo | None = None
+        for number in range(self._kept):
+            id_ = past_of(session.name.removeprefix("sessions/"), number)
+            try:
+                there = self._client.sessions.get(f"sessions/{id_}")
+            except SessionNotFound:
+                return id_
+            if oldest is None or (there.create_time_ns or 0) < (oldest.create_time_ns or 0):
+                oldest = there
+        if oldest is None:
+            return ""
+        self._client.sessions.open(oldest.name).delete()
+        return oldest.name.removeprefix("sessions/")
+
+    def _made(
+        self, session: SessionInfo, token_ids: Sequence[int], ttl: timedelta, id_: str = ""
+    ) -> SessionHandle:
+        """A session with what others have of these tokens. Another one's adoption is no access to it."""
+        made = self._client.sessions.create(
+            self._model,
+            id=id_,
+            layout=_layout(session),
+            ttl=_ttl(session, ttl),
+            salt=session.salt,
+            labels=session.labels,
+        )
+        try:
+            made.adopt(token_ids)
+        except BaseException:
+            self.drop(made.info)
+            raise
+        return made
+
+
+def _layout(session: SessionInfo) -> list[Stream]:
+    return [stream for stream in session.streams() if stream != TOKENS]
+
+
+def _ttl(session: SessionInfo, most: timedelta) -> timedelta:
+    """At most as long as the session itself is kept after its last access."""
+    kept_ns = session.ttl_ns
+    if kept_ns is None:
+        kept_ns = (session.expire_time_ns or 0) - (session.access_time_ns or 0)
+    return max(min(most, timedelta(microseconds=kept_ns // 1000)), _LEAST_TTL)
