@@ -5,28 +5,33 @@ from typing import TYPE_CHECKING
 from ctxcache.engines import lazily
 
 if TYPE_CHECKING:
-    from gpu_worker.engines.transformers import TransformersEngine, Turn
+    from gpu_worker.engines.ahead import Ahead, next_history
+    from gpu_worker.engines.transformers import Rerendered, TransformersEngine, Turn
     from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
     from gpu_worker.engines.transformers_host import HostCache
     from gpu_worker.model.spec import model_spec, spec_from_directory
     from gpu_worker.planning.plan import Method, RestorePlan
 
 __all__ = [
+    "Ahead",
     "HostCache",
     "Method",
+    "Rerendered",
     "RestorePlan",
     "TransformersBatchEngine",
     "TransformersEngine",
     "Turn",
     "TurnRequest",
     "model_spec",
+    "next_history",
     "spec_from_directory",
 ]
 
 __getattr__ = lazily(
     __name__,
     {
-        "gpu_worker.engines.transformers": ("TransformersEngine", "Turn"),
+        "gpu_worker.engines.ahead": ("Ahead", "next_history"),
+        "gpu_worker.engines.transformers": ("Rerendered", "TransformersEngine", "Turn"),
         "gpu_worker.engines.transformers_batch": ("TransformersBatchEngine", "TurnRequest"),
         "gpu_worker.engines.transformers_host": ("HostCache",),
         "gpu_worker.model.spec": ("model_spec", "spec_from_directory"),

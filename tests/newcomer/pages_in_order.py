@@ -40,6 +40,7 @@ NOT_RUN = {
     ("docs/coming_from.md", "# before\nvllm"): ENGINE,
     ("docs/coming_from.md", "# before\npython"): ENGINE,
     ("docs/disaggregation.md", ""): ENGINE,
+    ("docs/edits.md", ""): TORCH,
     ("docs/engines.md", ""): TORCH,
     ("docs/fleet.md", "$ kubectl"): CLUSTER,
     ("docs/llamacpp.md", ""): "needs llama.cpp, and a model: `make engines-llamacpp`",
