@@ -435,7 +435,7 @@ class World:
         history = self.heads.setdefault(path, [])
         if history and head.term <= history[-1][1].term:
             raise Broken(f"term {head.term} behind {history[-1][1].term}")
-        is_touched = bool(history) and replace(history[-1][1], term=head.term, nonce=head.nonce) == head
+        is_touched = bool(history) and head.is_touched(history[-1][1])
         if head.node != node.letter and not is_touched:
             raise Broken("a node made another one the owner")
         if history and head.uid == history[-1][1].uid and head.node != history[-1][1].node:
@@ -473,8 +473,10 @@ class World:
     def append(self, node: Node, name: Name, rows: Rows) -> None:
         """A commit, acknowledged to a user."""
         history = self.heads.get(SECRET.head_path(name), [])
-        # A session that has no head yet is its host's alone, and learns of another one when it is published.
-        for begun, head in history[-1:] if self.was_published(name, rows.uid) else ():
+        # A session that has no head yet, or none since its deletion broke off, is its host's alone. The host
+        # learns of another one when it publishes it.
+        is_private = node.claims.tenure(name) is Tenure.PRIVATE or not self.was_published(name, rows.uid)
+        for begun, head in () if is_private else history[-1:]:
             if head.past and head.past[-1] == rows.uid and (rows.uid, head.node) in self.given:
                 raise Broken("a copy goes on that was given up and taken over")
             if head.node != node.letter and begun < node.heard_beat_begun and node.claims.is_here(name):
@@ -506,16 +508,19 @@ class World:
 
     def _chore(self, node: Node) -> Coroutine[Any, str, None]:
         which, name = self.random.random(), self.random.choice(NAMES)
-        if which < 0.6:
-            return node.turn(name)
+        # In every second history users have what they say shared, and the bucket is tidied all the while.
+        turns, others, shares, collections = (
+            (0.3, 0.05, 0.3, 0.25) if self.seed % 2 else (0.6, 0.14, 0.1, 0.06)
+        )
         chores = (
-            *((0.63, node.end), (0.66, node.replace), (0.74, node.delete)),
-            *((0.84, node.share), (0.9, node.collect)),
+            *((turns, node.turn), (others / 4, node.end), (others / 4, node.replace)),
+            *((others / 2, node.delete), (shares, node.share), (collections, node.collect)),
         )
         for share, chore in chores:
             if which < share:
                 return chore(name)
-        return node.publish() if which < 0.97 else node.forget()
+            which -= share
+        return node.publish() if which < 0.07 else node.forget()
 
     def _advance(self, node: Node) -> None:
         task = self.random.choice(node.tasks)

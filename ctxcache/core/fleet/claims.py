@@ -195,8 +195,8 @@ class Claims:
         self.node, self.incarnation, self.address = node, incarnation, address
         self._nonce, self._new_uid = nonce, new_uid
         self._claimed: dict[Name, Copy] = {}
-        self._private: set[Name] = set()
-        """Names of copies that were private, and may be still."""
+        self._private: dict[Name, None] = {}
+        """Names of copies that were private, and may be still, in the order in which they were made."""
         self._seen = Recent[Name, tuple[Entry, Head]]()
         """Heads of sessions that are absent here, for whoever creates one of that name."""
         self._coming: set[str] = set()
@@ -258,13 +258,13 @@ class Claims:
     def private(self) -> list[Name]:
         """Sessions that have no head of their own yet."""
         # Once a second: all that are claimed would be too many to look at.
-        self._private = {name for name in self._private if self.tenure(name) is Tenure.PRIVATE}
+        self._private = dict.fromkeys(n for n in self._private if self.tenure(n) is Tenure.PRIVATE)
         return list(self._private)
 
     def _claim(self, name: Name, copy: Copy) -> None:
         self._claimed[name] = copy
         if copy.tenure is Tenure.PRIVATE:
-            self._private.add(name)
+            self._private[name] = None
 
     def names(self) -> list[Name]:
         """Names of all sessions that were used here."""
@@ -508,8 +508,10 @@ class Claims:
             self._owned(name, found, made)
             return Verdict.HERE
         head = self._secret.read_head(found.body)
+        # A collector has changed what was known of it, and nothing in it.
+        is_touched = before is not None and head.is_touched(self._secret.read_head(before.body))
         # The bucket may have rows of what had this name here: then it was created while nobody could tell.
-        if head.is_deleted or (head.node == self.node and not head.shared):
+        if is_touched or head.is_deleted or (head.node == self.node and not head.shared):
             # What had this name has ended meanwhile.
             copy.entry = found
             return Verdict.UNKNOWN

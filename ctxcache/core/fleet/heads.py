@@ -70,6 +70,10 @@ class Head:
         """The same, as another object: whoever has read this one can change it no more."""
         return replace(self, term=self.term + 1, nonce=nonce)
 
+    def is_touched(self, before: "Head") -> bool:
+        """Whether this is `before`, `touched`."""
+        return replace(before, term=self.term, nonce=self.nonce) == self
+
     def is_past(self, uid: str) -> bool:
         """Whether a copy that is here had the name before what this head names, as far as is known."""
         return self.past is None or uid in self.past
