@@ -10,7 +10,7 @@ from ctxcache.core.fleet.heads import ForeignObject, Head, Name, NodeRecord, Sec
 from tests.fleet.model import CONTROLS, NAMES, Node, Rows, World, is_broken, try_seed
 
 HISTORIES = 1500
-HISTORIES_OF_A_BUG = 600
+HISTORIES_OF_A_BUG = 1500
 
 
 def test_no_history_of_three_hosts_breaks_anything() -> None:

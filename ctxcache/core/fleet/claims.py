@@ -199,6 +199,8 @@ class Claims:
         """Names of copies that were private, and may be still, in the order in which they were made."""
         self._seen = Recent[Name, tuple[Entry, Head]]()
         """Heads of sessions that are absent here, for whoever creates one of that name."""
+        self._telling: set[str] = set()
+        """Uids of copies whose heads are made to say what is shared of them."""
         self._coming: set[str] = set()
         """Uids of copies that this host is about to own: they are not given up before it does."""
         self._given: dict[str, Name] = {}
@@ -508,10 +510,13 @@ class Claims:
             self._owned(name, found, made)
             return Verdict.HERE
         head = self._secret.read_head(found.body)
-        # A collector has changed what was known of it, and nothing in it.
-        is_touched = before is not None and head.is_touched(self._secret.read_head(before.body))
+        known = None if before is None else self._secret.read_head(before.body)
+        # A collector, or this host's own sharing, has changed the head of what was known to have ended here.
+        is_known = known is not None and (
+            head.is_touched(known) or (head.node == self.node and head.uid == known.uid)
+        )
         # The bucket may have rows of what had this name here: then it was created while nobody could tell.
-        if is_touched or head.is_deleted or (head.node == self.node and not head.shared):
+        if is_known or head.is_deleted or (head.node == self.node and not head.shared):
             # What had this name has ended meanwhile.
             copy.entry = found
             return Verdict.UNKNOWN
@@ -539,12 +544,17 @@ class Claims:
         if copy.term != term:
             return Verdict.UNKNOWN
         made = self._secret.read_head(copy.entry.body).followed_by(self._mine(uid, shared))
+        self._telling.add(uid)
         try:
             with self._work_on(name):
                 found = await self._put(name, made, copy.entry)
         except NoAnswer:
             self.counts.no_answers += 1
+            # It may have been changed, or may yet be: whoever deletes the session reads it first.
+            copy.tenure = step(copy.tenure, Turn.DOUBTED)
             return Verdict.UNKNOWN
+        finally:
+            self._telling.discard(uid)
         if self._claimed.get(name) is not copy:
             return Verdict.ABSENT
         if found is not None and found.body == self._secret.write(made):
@@ -561,6 +571,9 @@ class Claims:
         if (head.node, head.incarnation, head.uid) == (self.node, self.incarnation, copy.uid):
             # Our own change, of which no answer came, or that of a collector.
             copy.entry, copy.term = found, head.term
+            if head.is_deleted:
+                # A deletion that broke off: for all others there is no such session.
+                self._claim(name, Copy(copy.uid, Tenure.PRIVATE, found))
             return Verdict.UNKNOWN
         self._lose(name)
         return Verdict.ELSEWHERE
@@ -592,7 +605,7 @@ class Claims:
         copy = self._claimed.get(name)
         if copy is None or copy.tenure is Tenure.PRIVATE:
             return ""
-        if copy.entry is None or copy.tenure is not Tenure.OWNED:
+        if copy.entry is None or copy.tenure is not Tenure.OWNED or copy.uid in self._telling:
             raise NoAnswer("whether the bucket has rows of it is not known")
         head = self._secret.read_head(copy.entry.body)
         if not head.shared:
@@ -602,7 +615,10 @@ class Claims:
         copy.tenure = step(copy.tenure, Turn.DOUBTED)
         with self._work_on(name):
             found = await self._put(name, made, copy.entry)
-        if self._claimed.get(name) is not copy or found is None or found.body != self._secret.write(made):
+        # Sharing may have noted a change of its own meanwhile, which came before ours.
+        now = self._claimed.get(name)
+        is_still = now is not None and now.uid == copy.uid
+        if not is_still or found is None or found.body != self._secret.write(made):
             raise NoAnswer("its head changed meanwhile")
         # Should it not be deleted after all, it is published again.
         self._claim(name, Copy(copy.uid, Tenure.PRIVATE, found))
@@ -735,8 +751,7 @@ class Claims:
         for path in self._noted & paths.keys():
             copy = self._claimed[paths[path]]
             # A private copy is doubted too: an unanswered change may have put its head.
-            if copy.tenure is not Tenure.UNSURE:
-                copy.tenure = step(copy.tenure, Turn.DOUBTED)
+            copy.tenure = step(copy.tenure, Turn.DOUBTED)
 
     def doubt(self) -> None:
         """No beat was heard for long: heads are read before their sessions are used, until one is."""

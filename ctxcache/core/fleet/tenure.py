@@ -49,6 +49,7 @@ STEPS: dict[tuple[Tenure, Turn], Tenure] = {
     (Tenure.UNSURE, Turn.PUBLISHED): Tenure.OWNED,
     (Tenure.UNSURE, Turn.UNNAMED): Tenure.PRIVATE,
     (Tenure.UNSURE, Turn.FOREIGN): Tenure.GUEST,
+    (Tenure.UNSURE, Turn.DOUBTED): Tenure.UNSURE,
     (Tenure.GUEST, Turn.PUBLISHED): Tenure.OWNED,
 }
 
