@@ -32,6 +32,7 @@ from ctxcache.errors import (
     TierFailure,
     WriteInProgress,
 )
+from ctxcache.format.layout import SegmentLayout
 from ctxcache.format.streams import Content, StreamRange
 from ctxcache.storage.metadata.base import MetadataStore
 
@@ -98,6 +99,20 @@ class Adopted:
     token_count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How much of a prompt is here, for whoever might bring more of it.
+
+    `salt`, `expire_time_ns`: of the session that has it.
+    """
+
+    scope: Scope
+    layout: SegmentLayout
+    token_count: int
+    salt: bytes
+    expire_time_ns: int
+
+
 @dataclass(slots=True)
 class PrefixCounts:
     """Since the start."""
@@ -126,6 +141,36 @@ class Prefixes:
         self._metadata, self._departures, self._flushing = metadata, departures, flushing
         self.counts = PrefixCounts()
 
+    async def held(
+        self,
+        tenant: str,
+        model_id: str,
+        layout: Sequence[StreamRange],
+        asked: bytes | Sequence[bytes],
+        *,
+        salt: bytes = b"",
+        contents: Sequence[Content] = (),
+        pace: Pace = STEP_BY_STEP,
+    ) -> Held:
+        """As `match`; it is counted as no question."""
+        scope, made = self._scope(tenant, model_id, layout, salt)
+        keys = await self._known(scope, asked, contents, pace)
+        holder = self._holder(scope, keys, is_proven=isinstance(asked, bytes))
+        if holder is None:
+            return Held(scope, made, 0, salt, 0)
+        source, count = holder
+        return Held(scope, made, count, source.salt, source.expire_time_ns)
+
+    def _scope(
+        self, tenant: str, model_id: str, layout: Sequence[StreamRange], salt: bytes
+    ) -> tuple[Scope, SegmentLayout]:
+        model = self._state.model(tenant, model_id)
+        try:
+            made = self._state.layout(model, layout)
+        except KeyError as error:
+            raise InvalidArgument(field="layout", problem=f"the model has no {error.args[0]}") from error
+        return scope_of(tenant, model.fingerprint, made.outline.ranges, salt), made
+
     async def match(
         self,
         tenant: str,
@@ -149,12 +194,7 @@ class Prefixes:
         counts as an access. Raises ModelNotFound, InvalidArgument (a stream that the model does not have,
         keys of other tokens), and with a lease CapacityExceeded, TooManyRequests, TierFailure.
         """
-        model = self._state.model(tenant, model_id)
-        try:
-            made = self._state.layout(model, layout)
-        except KeyError as error:
-            raise InvalidArgument(field="layout", problem=f"the model has no {error.args[0]}") from error
-        scope = scope_of(tenant, model.fingerprint, made.outline.ranges, salt)
+        scope, _ = self._scope(tenant, model_id, layout, salt)
         if isinstance(asked, bytes):
             await _check_offered(scope, asked, contents, offered, pace)
         keys = await self._known(scope, asked, contents, pace)

@@ -275,6 +275,7 @@ def fleet_view(fleet: FleetView) -> RenderableType:
     heard = "heard" if fleet.is_sure else f"not heard: {fleet.problem}"
     owned, private = fleet.owned_session_count, fleet.private_session_count
     came, moved = counted(fleet.arrived_session_count, "session"), counted(fleet.arrived_token_count, "token")
+    borrowed = counted(fleet.borrowed_token_count, "token")
     reads, changes = fleet.head_read_count, fleet.head_change_count
     unsure = f"{fleet.unsure_session_count} to be confirmed"
     facts = grid(
@@ -283,6 +284,8 @@ def fleet_view(fleet: FleetView) -> RenderableType:
         ("guests", f"{fleet.guest_count} copies of sessions that went on elsewhere"),
         ("came here", f"{came}, {moved}, {human_size(fleet.arrived_bytes)}"),
         ("out of the bucket", counted(fleet.restored_session_count, "session")),
+        ("borrowed", f"{fleet.borrowed_prefix_count:,} prefixes, {borrowed}"),
+        ("lent", f"{fleet.lent_prefix_count:,} prefixes"),
         ("shared", _shared(fleet)),
         ("went on elsewhere", f"{fleet.yielded_session_count}, and {fleet.superseded_session_count} unasked"),
         ("owner silent", f"{counted(fleet.owner_lost_count, 'session')} begun anew"),

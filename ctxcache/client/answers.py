@@ -915,6 +915,14 @@ class FleetView:
     """Sessions that could not be shared when that was tried, since the start."""
     removed_object_count: int = 0
     """Objects that were removed from the bucket since the start."""
+    borrowed_prefix_count: int = 0
+    """Prefixes that came here from other stores since the start."""
+    borrowed_token_count: int = 0
+    """Tokens that came with them."""
+    lent_prefix_count: int = 0
+    """Prefixes that other stores were let read here since the start."""
+    told_prefix_count: int = 0
+    """Prefixes here that the bucket was made to know since the start."""
 
 
 @dataclass(frozen=True, slots=True)

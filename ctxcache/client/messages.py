@@ -843,6 +843,10 @@ def read_fleet_view(message: operations_pb2.Fleet) -> types.FleetView:
         unshared_session_count=message.unshared_session_count,
         share_failure_count=message.share_failure_count,
         removed_object_count=message.removed_object_count,
+        borrowed_prefix_count=message.borrowed_prefix_count,
+        borrowed_token_count=message.borrowed_token_count,
+        lent_prefix_count=message.lent_prefix_count,
+        told_prefix_count=message.told_prefix_count,
     )
 
 
@@ -872,6 +876,10 @@ def write_fleet_view(plain: types.FleetView) -> operations_pb2.Fleet:
         unshared_session_count=plain.unshared_session_count,
         share_failure_count=plain.share_failure_count,
         removed_object_count=plain.removed_object_count,
+        borrowed_prefix_count=plain.borrowed_prefix_count,
+        borrowed_token_count=plain.borrowed_token_count,
+        lent_prefix_count=plain.lent_prefix_count,
+        told_prefix_count=plain.told_prefix_count,
     )
 
 

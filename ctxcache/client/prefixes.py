@@ -53,14 +53,19 @@ class PrefixCalls:
         salt: bytes = b"",
         layout: Iterable[Stream] | None = None,
         lease_ttl: timedelta | None = None,
+        source: str = "",
+        engine_host: str = "",
     ) -> PrefixMatch:
         """How many of the first tokens a session of `model` has that stores exactly these streams.
 
         `layout`: by default all of the model's, as a session is made. `keys` of 64 tokens each stand for
         token ids, where there are none. `contents`: what lies behind the tokens. `salt`: the sessions'.
         `lease_ttl`: bring what is found into DRAM and hold it for so long, at most 300 s, for `leased` by the
-        answer's token. Counts as no access without that. Raises ModelNotFound, InvalidArgument, and with a
-        lease CapacityExceeded, TooManyRequests, TierFailure.
+        answer's token. `source`: which other host of the fleet has more of the prompt, as routers say it:
+        it comes here first, where that is sooner than to compute it. `engine_host`: how routers call the
+        caller's engine, so that other stores find this one by it. Counts as no access without a lease.
+        Raises ModelNotFound, InvalidArgument, and with a lease CapacityExceeded, TooManyRequests,
+        TierFailure.
         """
         layout = list(dict.fromkeys(_streams(model) if layout is None else layout))
         attachment, prefix = self._routes.attach(), _prefix(token_ids, contents, keys)
@@ -80,6 +85,8 @@ class PrefixCalls:
             prefix=prefix,
             salt=salt,
             lease_ttl=duration(lease_ttl),
+            source=source,
+            engine_host=engine_host,
         )
         # The same question by two ways; over the control socket no gRPC call stands between.
         if attachment is None:
@@ -97,6 +104,8 @@ class PrefixCalls:
         salt: bytes = b"",
         layout: Iterable[Stream] | None = None,
         lease_ttl: timedelta | None = None,
+        source: str = "",
+        engine_host: str = "",
     ) -> Future[PrefixMatch]:
         """As `match`, on the client's thread.
 
@@ -111,6 +120,8 @@ class PrefixCalls:
             salt=salt,
             layout=layout,
             lease_ttl=lease_ttl,
+            source=source,
+            engine_host=engine_host,
         )
 
     def leased(self, token: bytes, model: CallerModel, *, streams: Iterable[Stream] = ()) -> SessionRows:
@@ -151,6 +162,7 @@ class PrefixCalls:
         *,
         contents: Iterable[Content] = (),
         if_generation_match: int | None = None,
+        source: str = "",
     ) -> SessionInfo:
         """Let a new session begin with as many of these tokens as another one has.
 
@@ -161,6 +173,7 @@ class PrefixCalls:
             model_fingerprint=model.fingerprint,
             if_generation_match=if_generation_match,
             prefix=_prefix(token_ids, contents),
+            source=source,
         )
         attachment = self._routes.attach()
         if attachment is None:

@@ -242,16 +242,22 @@ class SessionHandle:
         *,
         contents: Sequence[Content] = (),
         if_generation_match: int | None = None,
+        source: str = "",
     ) -> SessionInfo:
         """Begin with as many of these tokens as another session of its salt has; append the rest behind them.
 
-        `contents`: what lies behind the tokens. For a session that never had a token. Its `token_count` says
-        how many it has got: 0, or a multiple of 64. Nothing is copied. Raises SessionNotFound,
-        ModelFingerprintMismatch, GenerationMismatch, WriteInProgress, InvalidArgument (it has or had tokens),
-        CapacityExceeded, TierFailure.
+        `contents`: what lies behind the tokens. `source`: see PrefixCalls.match. For a session that never had
+        a token. Its `token_count` says how many it has got: 0, or a multiple of 64. Nothing is copied. Raises
+        SessionNotFound, ModelFingerprintMismatch, GenerationMismatch, WriteInProgress, InvalidArgument (it
+        has or had tokens), CapacityExceeded, TierFailure.
         """
         self._info = self._prefixes.adopt(
-            self.name, self.model, token_ids, contents=contents, if_generation_match=if_generation_match
+            self.name,
+            self.model,
+            token_ids,
+            contents=contents,
+            if_generation_match=if_generation_match,
+            source=source,
         )
         return self._info
 

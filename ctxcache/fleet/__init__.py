@@ -24,12 +24,13 @@ from functools import partial
 from typing import Any
 
 from ctxcache.cache import Cache
-from ctxcache.cache.state import part_of_work
+from ctxcache.cache.state import Pace, part_of_work
 from ctxcache.client.credentials import ClientTls, OwnTokenFile
 from ctxcache.core.fleet.claims import Busy, Claims, FleetFacts, Left, Loss, Verdict
 from ctxcache.core.fleet.heads import NODES, ForeignObject, Name, NodeRecord, Secret
 from ctxcache.core.fleet.register import NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure
+from ctxcache.core.fleet.worth import Worth
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.session import GUESTS, Expiration, Session
 from ctxcache.core.ledger.work import Work, at_work
@@ -42,21 +43,21 @@ from ctxcache.errors import (
     Unavailable,
 )
 from ctxcache.fleet.arrival import Arrival, bring
+from ctxcache.fleet.borrowing import Borrowing
 from ctxcache.fleet.collecting import SHARDS, Collecting
-from ctxcache.fleet.peers import Asking, Former
+from ctxcache.fleet.peers import GUEST_TTL_NS, Asking, Former
 from ctxcache.fleet.sharing import Sharing
 from ctxcache.fleet.sources import Offer
 from ctxcache.runtime.threads import started_pool
 from ctxcache.service import convert, validate
 from ctxcache.service.admission import Admission
 from ctxcache.service.fairness import LoopSlice, Turns
+from ctxcache.service.whereabouts import Wanted
 from ctxcache.storage.bucket_probe import FEW_RACERS, probe
 from ctxcache.storage.objects import Objects
 from ctxcache.v1 import operations_pb2, session_pb2
 
 log = logging.getLogger(__name__)
-GUEST_TTL_NS = 3600 * 10**9
-"""How long a guest is kept. A host that cannot be reached keeps what was deleted elsewhere no longer."""
 PUBLISH_INTERVAL_S = 1.0
 FORGET_INTERVAL_S = 60.0
 BEATS_OF_DOUBT = 3
@@ -108,8 +109,10 @@ class Fleet:
         objects: Objects,
         is_sharing: bool,
         share_bytes_per_s: int,
+        is_telling: bool,
+        prefill_tokens_per_s: float,
     ) -> None:
-        """`is_sharing`: every session is shared behind its turns."""
+        """`is_sharing`: every session is shared behind its turns. `is_telling`: the bucket knows prefixes."""
         self._cache, self._register, self._secret, self._bucket = cache, register, secret, bucket
         self._beat_s, self._turns = beat_s, Turns()
         # A count of their own: clients' streams are no reason to lose a session that comes.
@@ -141,7 +144,20 @@ class Fleet:
             is_asked_always=is_sharing,
             bytes_per_s=share_bytes_per_s,
         )
-        cache.state.committed = partial(self.sharing.changed, is_cut=False)
+        self.borrowing = Borrowing(
+            cache,
+            register,
+            secret,
+            self.claims,
+            self._asking,
+            self._records,
+            self._threads,
+            Worth(prefill_tokens_per_s),
+            calls=self._calls,
+            arriving=self._arriving,
+            is_telling=is_telling,
+        )
+        cache.state.committed = self._committed
         cache.state.dropped = partial(self.sharing.changed, is_cut=True)
         self.collecting = Collecting(register, objects, secret, self.claims)
         self._announcing: set[Name] = set()
@@ -203,6 +219,7 @@ class Fleet:
             loops.create_task(self._publish())
             loops.create_task(self._forget())
             loops.create_task(self.sharing.run())
+            loops.create_task(self.borrowing.run())
             loops.create_task(self._collect())
 
     async def close(self) -> None:
@@ -430,6 +447,10 @@ class Fleet:
         if shared:
             self._spawn(self.sharing.removed(name, shared))
 
+    async def prefix_comes(self, tenant: str, wanted: Wanted, pace: Pace) -> None:
+        """See Whereabouts."""
+        await self.borrowing.come(tenant, wanted, pace)
+
     def check_shares(self) -> None:
         """See Whereabouts."""
 
@@ -544,6 +565,10 @@ class Fleet:
             unshared_session_count=self.sharing.waiting_count,
             share_failure_count=counts.share_failures,
             removed_object_count=counts.removed_objects,
+            borrowed_prefix_count=counts.borrowed_prefixes,
+            borrowed_token_count=counts.borrowed_tokens,
+            lent_prefix_count=counts.lent_prefixes,
+            told_prefix_count=counts.told_prefixes,
             nodes=[
                 operations_pb2.FleetNode(
                     node=node.record.node,
@@ -574,6 +599,9 @@ class Fleet:
             found.append(FleetNode(record, is_self=record.node == self.claims.node))
         return found
 
+    async def _records(self) -> list[NodeRecord]:
+        return [node.record for node in await self.nodes()]
+
     def facts(self) -> FleetFacts:
         """This store's place in the fleet."""
         self._look_at_the_clock()
@@ -586,6 +614,10 @@ class Fleet:
         return counts
 
     # -- copies: see `core.fleet.claims.Copies` ------------------------------------------------------
+
+    def _committed(self, session: Session) -> None:
+        self.sharing.changed(session, is_cut=False)
+        self.borrowing.committed(session)
 
     def _session(self, name: Name) -> Session | None:
         """A session that has not expired, to be looked at."""

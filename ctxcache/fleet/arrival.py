@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 
 from ctxcache.cache import Cache
 from ctxcache.core.fleet.register import NoAnswer
+from ctxcache.core.ledger.session import GUESTS
 from ctxcache.core.ledger.work import at_work
 from ctxcache.errors import CacheError, ChecksumMismatch
 from ctxcache.fleet.sources import STRETCH_TOKENS, Source, Stretch
@@ -47,14 +48,20 @@ T = TypeVar("T")
 class Arrival:
     """One session that comes."""
 
-    def __init__(self, cache: Cache, calls: Admission, source: Source, session_id: str) -> None:
-        """`session_id`: of the empty session that was made for it, of the layout that the source tells."""
+    def __init__(
+        self, cache: Cache, calls: Admission, source: Source, session_id: str, *, begin: int = 0
+    ) -> None:
+        """`session_id`: of the session that was made for it, of the layout that the source tells.
+
+        `begin`: tokens that it has already; the source's stretches begin there.
+        """
         self._cache, self._calls, self._source = cache, calls, source
         self._told = source.told
         self._session_id, self._tenant = session_id, self._told.tenant
         self._loop = asyncio.get_running_loop()
-        self.token_count = 0
-        """Tokens that have come."""
+        self._begin = begin
+        self.token_count = begin
+        """Tokens that are there, with those that have come."""
         self.size_bytes = 0
         self._is_over = False
         """Whether nobody waits for it any more."""
@@ -63,13 +70,13 @@ class Arrival:
 
     async def begin(self) -> AppendTransfer:
         """Open the append. Raises what AppendSession raises for its header."""
-        transfer = AppendTransfer(self._cache)
+        transfer = AppendTransfer(self._cache, is_guest=self._session_id.startswith(GUESTS))
         header = session_pb2.AppendHeader(
             name=f"sessions/{self._session_id}",
             model_fingerprint=self._told.model_fingerprint,
-            write_offset=0,
+            write_offset=self._begin,
             contents=self._told.contents,
-            coming_token_count=min(self._told.token_count, COMING_LIMIT),
+            coming_token_count=min(self._told.token_count - self._begin, COMING_LIMIT),
         )
         caller = Caller("fleet", ArenaGrant(self._tenant))
         await transfer.open(header, caller, self._calls)

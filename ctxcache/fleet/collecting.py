@@ -3,6 +3,7 @@
     an object no head names, older than `grace`     a store died in the middle of sharing, or of removing
     a head that names objects, expired, its host    the session ends in the bucket, and its objects go
     lost for `grace`
+    a holder of a prefix, older than `grace`        whoever computes the prefix next says so again
 
 A host may have stopped right before it names an object, for however long. So the head is changed before
 anything of its session is removed: that host's change is refused then, and it puts its objects anew. Times
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import DecodeError
 
 from ctxcache.core.fleet.claims import Claims
-from ctxcache.core.fleet.heads import OBJECTS, ForeignObject, Head, NodeRecord, Secret, node_path
+from ctxcache.core.fleet.heads import HOLDERS, OBJECTS, ForeignObject, Head, NodeRecord, Secret, node_path
 from ctxcache.core.fleet.register import Entry, NoAnswer, Register, put
 from ctxcache.fleet.sharing import INDEX_LIMIT_BYTES
 from ctxcache.storage.objects import Listed, Objects
@@ -75,6 +76,9 @@ class Collecting:
                 old = [found for found in objects if now_s - found.modified_s > grace_s]
                 if old:
                     await self._look(folder, old, now_s, grace_s, collected, is_dry_run=is_dry_run)
+            holders = self._objects.listed(f"{HOLDERS}{shard}/")
+            outdated = [found async for found in holders if now_s - found.modified_s > grace_s]
+            await self._remove(outdated, collected, is_dry_run=is_dry_run)
             collected.shard_count += 1
             yield collected
 
@@ -98,16 +102,22 @@ class Collecting:
             return
         garbage = [found for found in old if found.path not in named]
         collected.expired_session_count += is_over
-        collected.garbage_object_count += len(garbage)
-        collected.garbage_bytes += sum(found.size_bytes for found in garbage)
-        if is_dry_run or not garbage:
-            return
         # A session without a head has no owner that could name an object.
-        if entry and head and not await self._fence(path, entry, head, is_over=is_over):
+        if entry is None or head is None or not garbage or is_dry_run:
+            is_free = True
+        else:
+            is_free = await self._fence(path, entry, head, is_over=is_over)
+        if not is_free:
             collected.busy_session_count += 1
             return
-        await self._objects.remove([found.path for found in garbage])
-        self._claims.counts.removed_objects += len(garbage)
+        await self._remove(garbage, collected, is_dry_run=is_dry_run)
+
+    async def _remove(self, garbage: list[Listed], collected: Collected, *, is_dry_run: bool) -> None:
+        collected.garbage_object_count += len(garbage)
+        collected.garbage_bytes += sum(found.size_bytes for found in garbage)
+        if garbage and not is_dry_run:
+            await self._objects.remove([found.path for found in garbage])
+            self._claims.counts.removed_objects += len(garbage)
 
     async def _named(
         self, folder: str, head: Head | None, now_s: float, grace_s: float

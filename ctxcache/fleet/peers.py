@@ -2,26 +2,29 @@
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Self, TypeVar
 
 from grpc_health.v1 import health_pb2
 
 from ctxcache.cache import Cache
 from ctxcache.client.credentials import ClientTls, OwnTokenFile
 from ctxcache.client.wire import Wire
-from ctxcache.core.fleet.claims import Busy, Left, Source
+from ctxcache.core.fleet.claims import Busy, Counts, Left, Source
 from ctxcache.core.fleet.heads import Name
 from ctxcache.core.fleet.register import NoAnswer
-from ctxcache.core.ledger.session import Expiration, Session
+from ctxcache.core.ledger.session import GUESTS, Expiration, Session
 from ctxcache.errors import (
     CacheError,
+    DeadlineExceeded,
     FleetNotFound,
     InvalidArgument,
     SessionNotFound,
     TooManyRequests,
+    Unavailable,
     WriteInProgress,
 )
 from ctxcache.fleet.sources import Offer, PeerSource, told_model
@@ -32,14 +35,20 @@ from ctxcache.service.bulk import BulkListener
 from ctxcache.service.bulk_connection import TICKET_LIFETIME_NS
 from ctxcache.service.callers import Caller, Context, current
 from ctxcache.service.fairness import LoopSlice, Turns
+from ctxcache.service.prefixes import checked_keys
 from ctxcache.v1 import bulk_pb2, peer_pb2, peer_pb2_grpc, session_pb2
 from ctxcache.wire.address import Address
 
+GUEST_TTL_NS = 3600 * 10**9
+"""How long a guest is kept. A host that cannot be reached keeps what was deleted elsewhere no longer."""
+LENT_NS = 60 * 10**9
+"""How long a prefix can be read that was lent."""
 YIELD_TIMEOUT_S = 0.5
 """How long an owner may take to answer: a user waits."""
 SILENT_S = 5.0
 """How long a host that did not answer is not asked again."""
 ASKED_AT_ONCE = 16
+A = TypeVar("A")
 WIRES = 64
 """Connections that are kept; of more, those that were used longest ago are ended."""
 
@@ -88,37 +97,61 @@ class Asking:
         request = peer_pb2.YieldSessionRequest(
             tenant=name.tenant, session_id=name.session_id, uid=source.uid, term=term
         )
-        loop = asyncio.get_running_loop()
         try:
-            wire = self._wire(source.address)
-            answer = await loop.run_in_executor(self._threads, self._yield, source.address, wire, request)
+            answer = await self._answer(
+                source.address, lambda wire: wire.call(wire.peers.YieldSession, request)
+            )
         except SessionNotFound as error:
             raise Left(str(error)) from error
         # It has the session, and answers: it is asked again.
         except (WriteInProgress, TooManyRequests) as error:
             raise Busy(str(error)) from error
         except (CacheError, ValueError) as error:
-            self._silent_until.pop(source.address, None)
-            self._silent_until[source.address] = time.monotonic() + SILENT_S
-            if len(self._silent_until) > WIRES:
-                del self._silent_until[next(iter(self._silent_until))]
-            raise NoAnswer(f"{source.address}: {error}") from error
+            raise self._silence(source.address, error) from error
         return Offer(
             answer.session,
             answer.model,
             answer.remaining,
             tuple(answer.parts),
-            partial(PeerSource, Address.of(source.address).host, answer, self._tls),
+            partial(self.source, source.address, answer.session, answer.ticket),
             partial(self.yield_, name, source, term),
             answer.ticket.tcp_port,
         )
 
-    def _yield(
-        self, address: str, wire: Wire, request: peer_pb2.YieldSessionRequest
-    ) -> peer_pb2.YieldSessionResponse:
-        # Once more: of many questions to one host, those behind the first do not wait for it, too.
+    async def lend(self, address: str, request: peer_pb2.LendPrefixRequest) -> peer_pb2.LendPrefixResponse:
+        """Ask a host for more of a prompt. Raises NoAnswer, also for a host that has no room to answer."""
         self._check_not_silent(address)
-        return wire.call(wire.peers.YieldSession, request)
+        try:
+            return await self._answer(address, lambda wire: wire.call(wire.peers.LendPrefix, request))
+        except (Unavailable, DeadlineExceeded, ValueError) as error:
+            raise self._silence(address, error) from error
+        except CacheError as error:
+            raise NoAnswer(f"{address}: {error}") from error
+
+    def source(
+        self, address: str, told: session_pb2.Session, ticket: bulk_pb2.BulkTicket, *, begin: int = 0
+    ) -> PeerSource:
+        """The rows of what a host has told, by its ticket."""
+        return PeerSource(Address.of(address).host, told, ticket, self._tls, begin=begin)
+
+    async def _answer(self, address: str, call: Callable[[Wire], A]) -> A:
+        """The answer of a host. Raises CacheError, ValueError, NoAnswer."""
+        wire = self._wire(address)
+
+        def ask() -> A:
+            # Once more: of many questions to one host, those behind the first do not wait for it, too.
+            self._check_not_silent(address)
+            return call(wire)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+
+    def _silence(self, address: str, error: Exception) -> NoAnswer:
+        """The host did not answer: it is not asked again for a moment."""
+        self._silent_until.pop(address, None)
+        self._silent_until[address] = time.monotonic() + SILENT_S
+        if len(self._silent_until) > WIRES:
+            del self._silent_until[next(iter(self._silent_until))]
+        return NoAnswer(f"{address}: {error}")
 
     def _check_not_silent(self, address: str) -> None:
         if self._silent_until.get(address, 0.0) > time.monotonic():
@@ -168,11 +201,13 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         bulk: BulkListener,
         turns: Turns,
         give_up: Callable[[Name, str, int], tuple[Session, Former]] | None,
+        counts: Counts | None = None,
     ) -> None:
         """`give_up` makes a guest of a session, by its uid and a term; None in a store that is alone.
 
         Raises Busy, Left.
         """
+        self._counts = counts or Counts()
         self._cache, self._bulk, self._turns, self._give_up = cache, bulk, turns, give_up
         self._clock = cache.state.clock
 
@@ -213,6 +248,52 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             ticket=ticket,
             parts=former.parts,
         )
+
+    async def LendPrefix(
+        self, request: peer_pb2.LendPrefixRequest, context: Context
+    ) -> peer_pb2.LendPrefixResponse:
+        """See the proto."""
+        tenant = validate.tenant(request.tenant)
+        if not tenant:
+            raise InvalidArgument(field="tenant", problem="is required")
+        model_id = validate.model_id(request.model, "model")
+        layout = validate.stream_ranges(request.layout, "layout")
+        keys = checked_keys(request.keys, "keys")
+        known_count = validate.within(request.known_token_count, 0, 2**62, "known_token_count")
+        fingerprint = validate.fingerprint(request.model_fingerprint)
+        if self._give_up is None:
+            raise FleetNotFound
+        lent = peer_pb2.LendPrefixResponse()
+        if self._cache.models.get(tenant, model_id).fingerprint != fingerprint:
+            return lent
+        pace, prefixes = LoopSlice(self._turns), self._cache.prefixes
+        held = await prefixes.held(tenant, model_id, layout, keys, pace=pace)
+        if held.token_count <= known_count:
+            return lent
+        # The ticket first: where there is none to be had, no copy is made.
+        ticket, uid, now_ns = self._ticket(tenant), uuid.uuid4(), self._clock.now_ns()
+        await self._cache.sessions.create(
+            tenant,
+            GUESTS + uid.hex,
+            model_id=model_id,
+            layout=layout,
+            expiration=Expiration(None, now_ns + LENT_NS),
+            is_pinned=False,
+            salt=held.salt,
+            uid=uid.bytes,
+        )
+        adopted = await prefixes.adopt(tenant, GUESTS + uid.hex, fingerprint, None, keys, pace=pace)
+        if adopted.token_count <= known_count:
+            return lent
+        # A guest may be of a session that was deleted elsewhere: no copy of it lives longer.
+        kept_ns = min(held.expire_time_ns - now_ns, GUEST_TTL_NS)
+        lent.session.CopyFrom(
+            session_pb2.Session.FromString(convert.whole_session(adopted.view, self._clock))
+        )
+        lent.remaining.CopyFrom(convert.duration(max(kept_ns, 0)))
+        lent.ticket.CopyFrom(ticket)
+        self._counts.lent_prefixes += 1
+        return lent
 
     def _ticket(self, tenant: str) -> bulk_pb2.BulkTicket:
         caller = Caller(current().subject, ArenaGrant(tenant, Role.PEER))

@@ -105,9 +105,18 @@ class PeerSource:
 
     ahead = 1
 
-    def __init__(self, host: str, answer: peer_pb2.YieldSessionResponse, tls: ClientTls | None) -> None:
-        self._host, self._ticket, self._tls = host, answer.ticket, tls
-        self.told = answer.session
+    def __init__(
+        self,
+        host: str,
+        told: session_pb2.Session,
+        ticket: bulk_pb2.BulkTicket,
+        tls: ClientTls | None,
+        *,
+        begin: int = 0,
+    ) -> None:
+        """`begin`: the first token that is to come, of a session from which nothing was dropped."""
+        self._host, self._ticket, self._tls, self._begin = host, ticket, tls, begin
+        self.told = told
         self.was_let_in = False
         self._framed: FramedSocket | None = None
 
@@ -140,7 +149,7 @@ class PeerSource:
     def stretches(self, step: int) -> Iterator[Stretch]:
         """See Source."""
         whole, count = self.told.whole_token_count, self.told.token_count
-        for begin in range(0, whole, step):
+        for begin in range(self._begin, whole, step):
             yield Stretch(begin, min(begin + step, whole), is_behind_gap=False)
         for begin in range(whole, count, step):
             yield Stretch(begin, min(begin + step, count), is_behind_gap=True)

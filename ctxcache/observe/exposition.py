@@ -383,6 +383,12 @@ def _fleet(facts: FleetFacts) -> Iterator[Sample]:
     yield Sample("ctxcache_fleet_unshared_sessions", facts.unshared_count)
     yield Sample("ctxcache_fleet_share_failures_total", counts.share_failures)
     yield Sample("ctxcache_fleet_removed_objects_total", counts.removed_objects)
+    yield Sample("ctxcache_fleet_asked_prefixes_total", counts.asked_prefixes)
+    yield Sample("ctxcache_fleet_borrowed_prefixes_total", counts.borrowed_prefixes)
+    yield Sample("ctxcache_fleet_borrowed_tokens_total", counts.borrowed_tokens)
+    yield Sample("ctxcache_fleet_borrowed_bytes_total", counts.borrowed_bytes)
+    yield Sample("ctxcache_fleet_lent_prefixes_total", counts.lent_prefixes)
+    yield Sample("ctxcache_fleet_told_prefixes_total", counts.told_prefixes)
 
 
 def _slow(sources: Sources) -> Iterator[Sample]:

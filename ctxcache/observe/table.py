@@ -837,6 +837,42 @@ FLEET = Group(
             "Objects removed from the bucket: put again with more, deleted or expired.",
             "For scale only.",
         ),
+        counter(
+            "fleet_asked_prefixes",
+            "questions",
+            "Times that another store was asked for more of a prompt.",
+            "Far above borrowed prefixes: what routers or the bucket say is outdated.",
+        ),
+        counter(
+            "fleet_borrowed_prefixes",
+            "prefixes",
+            "Prefixes that came from another store.",
+            "It grows with every turn: conversations move between hosts, and the router might keep them.",
+        ),
+        counter(
+            "fleet_borrowed_tokens",
+            "tokens",
+            "Tokens that came with prefixes of other stores, and were not computed.",
+            "For scale only.",
+        ),
+        counter(
+            "fleet_borrowed_bytes",
+            "bytes",
+            "Bytes that came with prefixes of other stores.",
+            "Near the network's rate: prefixes are computed where they would come later.",
+        ),
+        counter(
+            "fleet_lent_prefixes",
+            "prefixes",
+            "Prefixes that other stores were let read here.",
+            "One store lends most: it has what all others ask for.",
+        ),
+        counter(
+            "fleet_told_prefixes",
+            "prefixes",
+            "Prefixes that the bucket was made to know, a request each.",
+            "For scale and cost only: `fleet_prefixes`.",
+        ),
     ),
 )
 TABLE = (WELL, HITS, PREFIXES, STAY, TIERS, MOVES, CALLS, LEASES, HINTS, TENANTS, METADATA, FLEET, PROCESS)

@@ -505,7 +505,8 @@ class Server:
         block_service = BlockService(self.cache, self.local_turns, self.admissions.engines)
         block_pb2_grpc.add_BlockServiceServicer_to_server(block_service, served)
         give_up = self.fleet.give_up if self.fleet is not None else None
-        peer_service = PeerService(self.cache, self.bulk, self.local_turns, give_up)
+        counts = self.fleet.claims.counts if self.fleet is not None else None
+        peer_service = PeerService(self.cache, self.bulk, self.local_turns, give_up, counts)
         peer_pb2_grpc.add_PeerServiceServicer_to_server(peer_service, served)
         controls = Controls(
             self._doors,
@@ -545,6 +546,8 @@ def _fleet(settings: Settings, cache: Cache, storage: Storage) -> Fleet | None:
         objects=open_objects(settings.fleet_bucket),
         is_sharing=settings.fleet_share == "all",
         share_bytes_per_s=settings.fleet_share_bytes_per_s,
+        is_telling=settings.fleet_prefixes,
+        prefill_tokens_per_s=settings.prefill_tokens_per_s,
     )
 
 

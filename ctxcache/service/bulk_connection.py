@@ -209,8 +209,9 @@ class ReadTransfer:
 class AppendTransfer:
     """An append under way: its reservation, and the room lent of it until the next commit."""
 
-    def __init__(self, cache: Cache, whereabouts: Whereabouts = ALONE) -> None:
-        self._whereabouts = whereabouts
+    def __init__(self, cache: Cache, whereabouts: Whereabouts = ALONE, *, is_guest: bool = False) -> None:
+        """`is_guest`: of a session without a name, which the fleet lets come."""
+        self._whereabouts, self._is_guest = whereabouts, is_guest
         self._writing, self._clock = cache.appends, cache.state.clock
         self._held = ExitStack()
         self._lent = ExitStack()
@@ -224,7 +225,9 @@ class AppendTransfer:
             held.enter_context(calls.enter(caller.tenant))
             if caller.grant.role is Role.PEER:
                 raise PermissionDenied(subject=caller.subject, problem="a peer reads, and appends nothing")
-            self.append = await begin_append(self._writing, header, caller.tenant, self._whereabouts)
+            self.append = await begin_append(
+                self._writing, header, caller.tenant, self._whereabouts, is_guest=self._is_guest
+            )
             held.callback(self.append.release)
             self._held = held.pop_all()
 

@@ -249,7 +249,8 @@ class LocalClient:
             raise Draining
         cache, tenant, pace = self._cache, self._tenant, LoopSlice(self._turns)
         if operation.HasField("match_prefix"):
-            result.matched.CopyFrom(await prefixes.match(cache, operation.match_prefix, tenant, pace))
+            matched = await prefixes.match(cache, operation.match_prefix, tenant, pace, self._whereabouts)
+            result.matched.CopyFrom(matched)
         else:
             result.adopted.CopyFrom(
                 await prefixes.adopt(cache, operation.adopt_prefix, tenant, pace, self._whereabouts)

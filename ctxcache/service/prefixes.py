@@ -1,6 +1,6 @@
 """PrefixService, and the same operations for local clients: sessions' prefixes are found by their tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ctxcache.cache import Cache
 from ctxcache.cache.prefixes import Found
@@ -12,11 +12,12 @@ from ctxcache.service import convert, validate
 from ctxcache.service.blocks import lease_ttl_ns
 from ctxcache.service.callers import Context, current
 from ctxcache.service.fairness import LoopSlice, Turns
-from ctxcache.service.whereabouts import ALONE, Whereabouts
+from ctxcache.service.whereabouts import ALONE, Wanted, Whereabouts
 from ctxcache.v1 import prefix_pb2, prefix_pb2_grpc, session_pb2
 
 KEYS_LIMIT = TOKENS_LIMIT_BYTES // BLOCK_BYTES
 SECOND_NS = 10**9
+HOST_LIMIT = 255
 _STATES = {
     Found.MISS: session_pb2.LOOKUP_STATE_MISS,
     Found.HIT: session_pb2.LOOKUP_STATE_HIT,
@@ -35,7 +36,8 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
         self, request: prefix_pb2.MatchPrefixRequest, context: Context
     ) -> prefix_pb2.MatchPrefixResponse:
         """See the proto."""
-        return await match(self._cache, request, current().tenant, LoopSlice(self._turns))
+        pace = LoopSlice(self._turns)
+        return await match(self._cache, request, current().tenant, pace, self._whereabouts)
 
     async def AdoptPrefix(
         self, request: prefix_pb2.AdoptPrefixRequest, context: Context
@@ -66,21 +68,36 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
 
 
 async def match(
-    cache: Cache, request: prefix_pb2.MatchPrefixRequest, tenant: str, pace: Pace
+    cache: Cache,
+    request: prefix_pb2.MatchPrefixRequest,
+    tenant: str,
+    pace: Pace,
+    whereabouts: Whereabouts,
 ) -> prefix_pb2.MatchPrefixResponse:
     """See the proto. Raises InvalidArgument, ModelNotFound."""
     if request.salt and request.prefix.keys and not request.prefix.token_ids:
         raise InvalidArgument(field="salt", problem="is in the keys already")
-    prefix = await cache.prefixes.match(
-        tenant,
+    wanted = Wanted(
         validate.model_id(request.model, "model"),
         validate.stream_ranges(request.layout, "layout"),
         _prefix(request.prefix),
+        validate.salt(request.salt),
+        _contents(request.prefix),
+        _host(request.source, "source"),
+        _host(request.engine_host, "engine_host"),
+    )
+    ttl_ns = lease_ttl_ns(request.lease_ttl, "lease_ttl") if request.HasField("lease_ttl") else 0
+    await whereabouts.prefix_comes(tenant, wanted, pace)
+    prefix = await cache.prefixes.match(
+        tenant,
+        wanted.model_id,
+        wanted.layout,
+        wanted.asked,
         token_count=request.prefix.token_count or None,
-        salt=validate.salt(request.salt),
-        contents=_contents(request.prefix),
+        salt=wanted.salt,
+        contents=wanted.contents,
         offered=request.prefix.keys,
-        lease_ttl_ns=lease_ttl_ns(request.lease_ttl, "lease_ttl") if request.HasField("lease_ttl") else 0,
+        lease_ttl_ns=ttl_ns,
         pace=pace,
     )
     response = prefix_pb2.MatchPrefixResponse(
@@ -108,14 +125,26 @@ async def adopt(
 ) -> prefix_pb2.AdoptPrefixResponse:
     """See the proto. Raises as Prefixes.adopt does, SessionMoved."""
     session_id = validate.session_id(request.session, "session")
+    fingerprint = validate.fingerprint(request.model_fingerprint)
+    asked, contents, source = (
+        _prefix(request.prefix),
+        _contents(request.prefix),
+        _host(request.source, "source"),
+    )
     await whereabouts.come(tenant, session_id)
+    session = cache.ledger.find(tenant, session_id)
+    # One that has tokens adopts nothing, and is refused below.
+    if not session.token_count:
+        layout = session.layout.outline.ranges
+        wanted = Wanted(session.model_id, layout, asked, session.salt, contents, source)
+        await whereabouts.prefix_comes(tenant, wanted, pace)
     adopted = await cache.prefixes.adopt(
         tenant,
         session_id,
-        validate.fingerprint(request.model_fingerprint),
+        fingerprint,
         request.if_generation_match if request.HasField("if_generation_match") else None,
-        _prefix(request.prefix),
-        contents=_contents(request.prefix),
+        asked,
+        contents=contents,
         offered=request.prefix.keys,
         pace=pace,
     )
@@ -124,23 +153,34 @@ async def adopt(
     return response
 
 
+def _host(given: str, field: str) -> str:
+    if len(given) > HOST_LIMIT:
+        raise InvalidArgument(field=field, problem=f"has more than {HOST_LIMIT} characters")
+    return given
+
+
 def _contents(given: prefix_pb2.Prefix) -> Sequence[Content]:
     if given.contents and given.keys and not given.token_ids:
         raise InvalidArgument(field="prefix.contents", problem="are in the keys already")
     return validate.contents(given.contents, 0, "prefix.contents")
 
 
+def checked_keys(given: Iterable[bytes], field: str) -> list[bytes]:
+    """Keys of a prompt's tokens. Raises InvalidArgument."""
+    # The keys are made a list once: protobuf's own list makes an object of a key at each look.
+    keys = list(given)
+    validate.within(len(keys), 1, KEYS_LIMIT, field)
+    # Keys have one length: a shorter key would never be found, and nothing would say why.
+    if {*map(len, keys)} != {KEY_BYTES}:
+        i, length = next((i, len(key)) for i, key in enumerate(keys) if len(key) != KEY_BYTES)
+        raise InvalidArgument(field=f"{field}[{i}]", problem=f"{KEY_BYTES} bytes expected, {length} given")
+    return keys
+
+
 def _prefix(given: prefix_pb2.Prefix) -> bytes | Sequence[bytes]:
     """The token ids, or the keys where there are none, with their lengths checked."""
     if given.keys:
-        validate.within(len(given.keys), 1, KEYS_LIMIT, "prefix.keys")
-        # The keys are made a list once: protobuf's own list makes an object of a key at each look.
-        keys = list(given.keys)
-        # Keys have one length: a shorter key would never be found, and nothing would say why.
-        if {*map(len, keys)} != {KEY_BYTES}:
-            i, length = next((i, len(key)) for i, key in enumerate(keys) if len(key) != KEY_BYTES)
-            problem = f"{KEY_BYTES} bytes expected, {length} given"
-            raise InvalidArgument(field=f"prefix.keys[{i}]", problem=problem)
+        keys = checked_keys(given.keys, "prefix.keys")
         # Keys beside token ids are an offer, which is compared with the ids.
         if not given.token_ids:
             _check_count(given, len(keys), given.token_count // BLOCK_TOKENS)

@@ -47,13 +47,19 @@ T = TypeVar("T")
 
 
 async def begin_append(
-    writing: Appends, header: session_pb2.AppendHeader, tenant: str, whereabouts: Whereabouts = ALONE
+    writing: Appends,
+    header: session_pb2.AppendHeader,
+    tenant: str,
+    whereabouts: Whereabouts = ALONE,
+    *,
+    is_guest: bool = False,
 ) -> "Append":
-    """Open the reservation that an append's header asks for.
+    """Open the reservation that an append's header asks for. `is_guest`: of a session without a name.
 
     Raises as `Appends.reserve` does, InvalidArgument, SessionMoved.
     """
-    session_id = validate.session_id(header.name, "header.name")
+    name = validate.guest_id if is_guest else validate.session_id
+    session_id = name(header.name, "header.name")
     await whereabouts.come(tenant, session_id)
     generation = header.if_generation_match if header.HasField("if_generation_match") else None
     reservation = await writing.reserve(

@@ -4,10 +4,26 @@ The services ask before they look a session up by its name. A session that anoth
 or stays there and is refused.
 """
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
+from ctxcache.cache.state import Pace
 from ctxcache.errors import FleetNotFound
+from ctxcache.format.streams import Content, StreamRange
+
+
+class Wanted(NamedTuple):
+    """A prompt that is looked for by its tokens: see MatchPrefixRequest."""
+
+    model_id: str
+    layout: Sequence[StreamRange]
+    asked: bytes | Sequence[bytes]
+    salt: bytes
+    contents: Sequence[Content]
+    source: str
+    """The host that a router names; empty for none."""
+    engine_host: str = ""
+    """The host of the engine that asks; empty for none."""
 
 
 class Whereabouts(Protocol):
@@ -33,6 +49,12 @@ class Whereabouts(Protocol):
 
     def deleted(self, tenant: str, session_id: str) -> None:
         """A session was deleted here."""
+
+    async def prefix_comes(self, tenant: str, wanted: Wanted, pace: Pace) -> None:
+        """Have more of a prompt come that another host has, where that is sooner than to compute it.
+
+        Raises ModelNotFound, InvalidArgument.
+        """
 
     def check_shares(self) -> None:
         """Raise FleetNotFound in a store that has no bucket to share a session in."""
@@ -61,6 +83,9 @@ class _Alone:
         """See Whereabouts."""
 
     def deleted(self, tenant: str, session_id: str) -> None:
+        """See Whereabouts."""
+
+    async def prefix_comes(self, tenant: str, wanted: Wanted, pace: Pace) -> None:
         """See Whereabouts."""
 
     def check_shares(self) -> None:

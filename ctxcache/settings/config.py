@@ -176,6 +176,7 @@ class Settings(BaseSettings):
     fleet_beat_s: Seconds = _knob("fleet_beat_s")
     fleet_share: Literal["asked", "all"] = _knob("fleet_share")
     fleet_share_bytes_per_s: Size = _knob("fleet_share_bytes_per_s")
+    fleet_prefixes: bool = _knob("fleet_prefixes")
     dram_low_watermark: float = _knob("dram_low_watermark")
     dram_high_watermark: float = _knob("dram_high_watermark")
     dirty_watermark: float = _knob("dirty_watermark")

@@ -1025,6 +1025,10 @@ class Fleet(_message.Message):
     UNSHARED_SESSION_COUNT_FIELD_NUMBER: _builtins.int
     SHARE_FAILURE_COUNT_FIELD_NUMBER: _builtins.int
     REMOVED_OBJECT_COUNT_FIELD_NUMBER: _builtins.int
+    BORROWED_PREFIX_COUNT_FIELD_NUMBER: _builtins.int
+    BORROWED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LENT_PREFIX_COUNT_FIELD_NUMBER: _builtins.int
+    TOLD_PREFIX_COUNT_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """This store, by the id of its data directory."""
     bucket: _builtins.str
@@ -1071,6 +1075,14 @@ class Fleet(_message.Message):
     """Sessions that could not be shared when that was tried, since the start."""
     removed_object_count: _builtins.int
     """Objects that were removed from the bucket since the start."""
+    borrowed_prefix_count: _builtins.int
+    """Prefixes that came here from other stores since the start."""
+    borrowed_token_count: _builtins.int
+    """Tokens that came with them."""
+    lent_prefix_count: _builtins.int
+    """Prefixes that other stores were let read here since the start."""
+    told_prefix_count: _builtins.int
+    """Prefixes here that the bucket was made to know since the start."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetNode]:
         """The stores of the fleet, by node."""
@@ -1102,10 +1114,14 @@ class Fleet(_message.Message):
         unshared_session_count: _builtins.int = ...,
         share_failure_count: _builtins.int = ...,
         removed_object_count: _builtins.int = ...,
+        borrowed_prefix_count: _builtins.int = ...,
+        borrowed_token_count: _builtins.int = ...,
+        lent_prefix_count: _builtins.int = ...,
+        told_prefix_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_bytes", b"arrived_bytes", "arrived_session_count", b"arrived_session_count", "arrived_token_count", b"arrived_token_count", "bucket", b"bucket", "guest_count", b"guest_count", "head_change_count", b"head_change_count", "head_read_count", b"head_read_count", "is_sure", b"is_sure", "no_answer_count", b"no_answer_count", "node", b"node", "nodes", b"nodes", "owned_session_count", b"owned_session_count", "owner_lost_count", b"owner_lost_count", "private_session_count", b"private_session_count", "problem", b"problem", "removed_object_count", b"removed_object_count", "restored_session_count", b"restored_session_count", "share_failure_count", b"share_failure_count", "shared_bytes", b"shared_bytes", "shared_object_count", b"shared_object_count", "superseded_session_count", b"superseded_session_count", "unshared_session_count", b"unshared_session_count", "unsure_session_count", b"unsure_session_count", "yielded_session_count", b"yielded_session_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_bytes", b"arrived_bytes", "arrived_session_count", b"arrived_session_count", "arrived_token_count", b"arrived_token_count", "borrowed_prefix_count", b"borrowed_prefix_count", "borrowed_token_count", b"borrowed_token_count", "bucket", b"bucket", "guest_count", b"guest_count", "head_change_count", b"head_change_count", "head_read_count", b"head_read_count", "is_sure", b"is_sure", "lent_prefix_count", b"lent_prefix_count", "no_answer_count", b"no_answer_count", "node", b"node", "nodes", b"nodes", "owned_session_count", b"owned_session_count", "owner_lost_count", b"owner_lost_count", "private_session_count", b"private_session_count", "problem", b"problem", "removed_object_count", b"removed_object_count", "restored_session_count", b"restored_session_count", "share_failure_count", b"share_failure_count", "shared_bytes", b"shared_bytes", "shared_object_count", b"shared_object_count", "superseded_session_count", b"superseded_session_count", "told_prefix_count", b"told_prefix_count", "unshared_session_count", b"unshared_session_count", "unsure_session_count", b"unsure_session_count", "yielded_session_count", b"yielded_session_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -105,6 +105,90 @@ class YieldSessionResponse(_message.Message):
 Global___YieldSessionResponse: _TypeAlias = YieldSessionResponse  # noqa: Y015
 
 @_typing.final
+class LendPrefixRequest(_message.Message):
+    """Request of LendPrefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    KNOWN_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant of the sessions that are looked at. Required."""
+    model: _builtins.str
+    """Their model, `models/{model_id}`. Required."""
+    model_fingerprint: _builtins.bytes
+    """Its fingerprint, 32 bytes. Required."""
+    known_token_count: _builtins.int
+    """Tokens that the caller has: only more than these are lent."""
+    @_builtins.property
+    def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
+        """Streams that the sessions store. Required."""
+
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of the prompt's tokens, as in Prefix.keys. Required."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        model_fingerprint: _builtins.bytes = ...,
+        layout: _abc.Iterable[_model_pb2.StreamRange] | None = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        known_token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "known_token_count", b"known_token_count", "layout", b"layout", "model", b"model", "model_fingerprint", b"model_fingerprint", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendPrefixRequest: _TypeAlias = LendPrefixRequest  # noqa: Y015
+
+@_typing.final
+class LendPrefixResponse(_message.Message):
+    """Response of LendPrefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    REMAINING_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session(self) -> _session_pb2.Session:
+        """What is lent: its `name` is good for reads over the bulk channel by this ticket alone. Unset where there is no more
+        than the caller has.
+        """
+
+    @_builtins.property
+    def remaining(self) -> _duration_pb2.Duration:
+        """How long the caller may keep its rows."""
+
+    @_builtins.property
+    def ticket(self) -> _bulk_pb2.BulkTicket:
+        """One connection to this store's bulk channel."""
+
+    def __init__(
+        self,
+        *,
+        session: _session_pb2.Session | None = ...,
+        remaining: _duration_pb2.Duration | None = ...,
+        ticket: _bulk_pb2.BulkTicket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["remaining", b"remaining", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["remaining", b"remaining", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendPrefixResponse: _TypeAlias = LendPrefixResponse  # noqa: Y015
+
+@_typing.final
 class SharedPart(_message.Message):
     """An object of the bucket with rows of a session: the frames of a read of these tokens over the bulk channel,
     from READ_HEADER to END.

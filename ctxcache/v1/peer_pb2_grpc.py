@@ -40,6 +40,11 @@ class PeerServiceStub(object):
                 request_serializer=ctxcache_dot_v1_dot_peer__pb2.YieldSessionRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_peer__pb2.YieldSessionResponse.FromString,
                 _registered_method=True)
+        self.LendPrefix = channel.unary_unary(
+                '/ctxcache.v1.PeerService/LendPrefix',
+                request_serializer=ctxcache_dot_v1_dot_peer__pb2.LendPrefixRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_peer__pb2.LendPrefixResponse.FromString,
+                _registered_method=True)
 
 
 class PeerServiceServicer(object):
@@ -57,6 +62,16 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LendPrefix(self, request, context):
+        """Lets the caller read the longest run of a prompt's first tokens that a session here has, over the bulk channel, as
+        a session without a name that lists the same rows for a minute. Nothing that is longer than what the caller has is
+        a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND); RESOURCE_EXHAUSTED
+        (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS); UNAVAILABLE (TIER_FAILURE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -64,6 +79,11 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.YieldSession,
                     request_deserializer=ctxcache_dot_v1_dot_peer__pb2.YieldSessionRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_peer__pb2.YieldSessionResponse.SerializeToString,
+            ),
+            'LendPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.LendPrefix,
+                    request_deserializer=ctxcache_dot_v1_dot_peer__pb2.LendPrefixRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_peer__pb2.LendPrefixResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -94,6 +114,33 @@ class PeerService(object):
             '/ctxcache.v1.PeerService/YieldSession',
             ctxcache_dot_v1_dot_peer__pb2.YieldSessionRequest.SerializeToString,
             ctxcache_dot_v1_dot_peer__pb2.YieldSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LendPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.PeerService/LendPrefix',
+            ctxcache_dot_v1_dot_peer__pb2.LendPrefixRequest.SerializeToString,
+            ctxcache_dot_v1_dot_peer__pb2.LendPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

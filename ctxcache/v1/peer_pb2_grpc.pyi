@@ -40,6 +40,12 @@ class PeerServiceStub:
     (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND) when this store has no such copy; ABORTED
     (WRITE_IN_PROGRESS) while it is written, or owned by a later head; RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS).
     """
+    LendPrefix: _grpc.UnaryUnaryMultiCallable[_peer_pb2.LendPrefixRequest, _peer_pb2.LendPrefixResponse]
+    """Lets the caller read the longest run of a prompt's first tokens that a session here has, over the bulk channel, as
+    a session without a name that lists the same rows for a minute. Nothing that is longer than what the caller has is
+    a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND); RESOURCE_EXHAUSTED
+    (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS); UNAVAILABLE (TIER_FAILURE).
+    """
 
 @_typing.type_check_only
 class PeerServiceAsyncStub(PeerServiceStub):
@@ -52,6 +58,12 @@ class PeerServiceAsyncStub(PeerServiceStub):
     on: it has no name, and expires. Asked for once more, the answer is the same. Errors: INVALID_ARGUMENT
     (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND) when this store has no such copy; ABORTED
     (WRITE_IN_PROGRESS) while it is written, or owned by a later head; RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS).
+    """
+    LendPrefix: _aio.UnaryUnaryMultiCallable[_peer_pb2.LendPrefixRequest, _peer_pb2.LendPrefixResponse]  # type: ignore[assignment]
+    """Lets the caller read the longest run of a prompt's first tokens that a session here has, over the bulk channel, as
+    a session without a name that lists the same rows for a minute. Nothing that is longer than what the caller has is
+    a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND); RESOURCE_EXHAUSTED
+    (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS); UNAVAILABLE (TIER_FAILURE).
     """
 
 class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -68,6 +80,18 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         on: it has no name, and expires. Asked for once more, the answer is the same. Errors: INVALID_ARGUMENT
         (INVALID_FIELD); NOT_FOUND (SESSION_NOT_FOUND) when this store has no such copy; ABORTED
         (WRITE_IN_PROGRESS) while it is written, or owned by a later head; RESOURCE_EXHAUSTED (TOO_MANY_REQUESTS).
+        """
+
+    @_abc_1.abstractmethod
+    def LendPrefix(
+        self,
+        request: _peer_pb2.LendPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.LendPrefixResponse, _abc.Awaitable[_peer_pb2.LendPrefixResponse]]:
+        """Lets the caller read the longest run of a prompt's first tokens that a session here has, over the bulk channel, as
+        a session without a name that lists the same rows for a minute. Nothing that is longer than what the caller has is
+        a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND); RESOURCE_EXHAUSTED
+        (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS); UNAVAILABLE (TIER_FAILURE).
         """
 
 def add_PeerServiceServicer_to_server(servicer: PeerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -28,7 +28,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63txcache/v1/prefix.proto\x12\x0b\x63txcache.v1\x1a\x17\x63txcache/v1/model.proto\x1a\x19\x63txcache/v1/session.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"k\n\x06Prefix\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12+\n\x08\x63ontents\x18\x03 \x03(\x0b\x32\x19.ctxcache.v1.ContentRange\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\"\xae\x01\n\x12MatchPrefixRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x06layout\x18\x02 \x03(\x0b\x32\x18.ctxcache.v1.StreamRange\x12#\n\x06prefix\x18\x03 \x01(\x0b\x32\x13.ctxcache.v1.Prefix\x12\x0c\n\x04salt\x18\x04 \x01(\x0c\x12,\n\tlease_ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf6\x01\n\x13MatchPrefixResponse\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.ctxcache.v1.LookupState\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\x12\x18\n\x10\x64ram_token_count\x18\x03 \x01(\x03\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0blease_token\x18\x05 \x01(\x0c\x12\x35\n\x11lease_expire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08ready_in\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9f\x01\n\x12\x41\x64optPrefixRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\x0c\x12 \n\x13if_generation_match\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12#\n\x06prefix\x18\x04 \x01(\x0b\x32\x13.ctxcache.v1.PrefixB\x16\n\x14_if_generation_match\"<\n\x13\x41\x64optPrefixResponse\x12%\n\x07session\x18\x01 \x01(\x0b\x32\x14.ctxcache.v1.Session\".\n\x19ListSharedPrefixesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\"m\n\x0cSharedPrefix\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x13\n\x0btoken_count\x18\x03 \x01(\x03\x12\x15\n\rsession_count\x18\x04 \x01(\x03\x12\x13\n\x0bsaved_bytes\x18\x05 \x01(\x03\"I\n\x1aListSharedPrefixesResponse\x12+\n\x08prefixes\x18\x01 \x03(\x0b\x32\x19.ctxcache.v1.SharedPrefix2\xa4\x02\n\rPrefixService\x12U\n\x0bMatchPrefix\x12\x1f.ctxcache.v1.MatchPrefixRequest\x1a .ctxcache.v1.MatchPrefixResponse\"\x03\x90\x02\x01\x12P\n\x0b\x41\x64optPrefix\x12\x1f.ctxcache.v1.AdoptPrefixRequest\x1a .ctxcache.v1.AdoptPrefixResponse\x12j\n\x12ListSharedPrefixes\x12&.ctxcache.v1.ListSharedPrefixesRequest\x1a\'.ctxcache.v1.ListSharedPrefixesResponse\"\x03\x90\x02\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63txcache/v1/prefix.proto\x12\x0b\x63txcache.v1\x1a\x17\x63txcache/v1/model.proto\x1a\x19\x63txcache/v1/session.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"k\n\x06Prefix\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12+\n\x08\x63ontents\x18\x03 \x03(\x0b\x32\x19.ctxcache.v1.ContentRange\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\"\xd3\x01\n\x12MatchPrefixRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x06layout\x18\x02 \x03(\x0b\x32\x18.ctxcache.v1.StreamRange\x12#\n\x06prefix\x18\x03 \x01(\x0b\x32\x13.ctxcache.v1.Prefix\x12\x0c\n\x04salt\x18\x04 \x01(\x0c\x12,\n\tlease_ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06source\x18\x06 \x01(\t\x12\x13\n\x0b\x65ngine_host\x18\x07 \x01(\t\"\xf6\x01\n\x13MatchPrefixResponse\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.ctxcache.v1.LookupState\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\x12\x18\n\x10\x64ram_token_count\x18\x03 \x01(\x03\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0blease_token\x18\x05 \x01(\x0c\x12\x35\n\x11lease_expire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08ready_in\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xaf\x01\n\x12\x41\x64optPrefixRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\x0c\x12 \n\x13if_generation_match\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12#\n\x06prefix\x18\x04 \x01(\x0b\x32\x13.ctxcache.v1.Prefix\x12\x0e\n\x06source\x18\x05 \x01(\tB\x16\n\x14_if_generation_match\"<\n\x13\x41\x64optPrefixResponse\x12%\n\x07session\x18\x01 \x01(\x0b\x32\x14.ctxcache.v1.Session\".\n\x19ListSharedPrefixesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\"m\n\x0cSharedPrefix\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x13\n\x0btoken_count\x18\x03 \x01(\x03\x12\x15\n\rsession_count\x18\x04 \x01(\x03\x12\x13\n\x0bsaved_bytes\x18\x05 \x01(\x03\"I\n\x1aListSharedPrefixesResponse\x12+\n\x08prefixes\x18\x01 \x03(\x0b\x32\x19.ctxcache.v1.SharedPrefix2\xa4\x02\n\rPrefixService\x12U\n\x0bMatchPrefix\x12\x1f.ctxcache.v1.MatchPrefixRequest\x1a .ctxcache.v1.MatchPrefixResponse\"\x03\x90\x02\x01\x12P\n\x0b\x41\x64optPrefix\x12\x1f.ctxcache.v1.AdoptPrefixRequest\x1a .ctxcache.v1.AdoptPrefixResponse\x12j\n\x12ListSharedPrefixes\x12&.ctxcache.v1.ListSharedPrefixesRequest\x1a\'.ctxcache.v1.ListSharedPrefixesResponse\"\x03\x90\x02\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,19 +42,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFIX']._serialized_start=158
   _globals['_PREFIX']._serialized_end=265
   _globals['_MATCHPREFIXREQUEST']._serialized_start=268
-  _globals['_MATCHPREFIXREQUEST']._serialized_end=442
-  _globals['_MATCHPREFIXRESPONSE']._serialized_start=445
-  _globals['_MATCHPREFIXRESPONSE']._serialized_end=691
-  _globals['_ADOPTPREFIXREQUEST']._serialized_start=694
-  _globals['_ADOPTPREFIXREQUEST']._serialized_end=853
-  _globals['_ADOPTPREFIXRESPONSE']._serialized_start=855
-  _globals['_ADOPTPREFIXRESPONSE']._serialized_end=915
-  _globals['_LISTSHAREDPREFIXESREQUEST']._serialized_start=917
-  _globals['_LISTSHAREDPREFIXESREQUEST']._serialized_end=963
-  _globals['_SHAREDPREFIX']._serialized_start=965
-  _globals['_SHAREDPREFIX']._serialized_end=1074
-  _globals['_LISTSHAREDPREFIXESRESPONSE']._serialized_start=1076
-  _globals['_LISTSHAREDPREFIXESRESPONSE']._serialized_end=1149
-  _globals['_PREFIXSERVICE']._serialized_start=1152
-  _globals['_PREFIXSERVICE']._serialized_end=1444
+  _globals['_MATCHPREFIXREQUEST']._serialized_end=479
+  _globals['_MATCHPREFIXRESPONSE']._serialized_start=482
+  _globals['_MATCHPREFIXRESPONSE']._serialized_end=728
+  _globals['_ADOPTPREFIXREQUEST']._serialized_start=731
+  _globals['_ADOPTPREFIXREQUEST']._serialized_end=906
+  _globals['_ADOPTPREFIXRESPONSE']._serialized_start=908
+  _globals['_ADOPTPREFIXRESPONSE']._serialized_end=968
+  _globals['_LISTSHAREDPREFIXESREQUEST']._serialized_start=970
+  _globals['_LISTSHAREDPREFIXESREQUEST']._serialized_end=1016
+  _globals['_SHAREDPREFIX']._serialized_start=1018
+  _globals['_SHAREDPREFIX']._serialized_end=1127
+  _globals['_LISTSHAREDPREFIXESRESPONSE']._serialized_start=1129
+  _globals['_LISTSHAREDPREFIXESRESPONSE']._serialized_end=1202
+  _globals['_PREFIXSERVICE']._serialized_start=1205
+  _globals['_PREFIXSERVICE']._serialized_end=1497
 # @@protoc_insertion_point(module_scope)

@@ -79,11 +79,23 @@ class MatchPrefixRequest(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     LEASE_TTL_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    ENGINE_HOST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model that the state must be of, `models/{model_id}`. Required."""
     salt: _builtins.bytes
     """The salt of the sessions that are looked at, up to 64 bytes. With keys alone, which have it in them,
     INVALID_ARGUMENT. Default empty.
+    """
+    source: _builtins.str
+    """Which other host has more of the prompt, as routers say it: `host:port` of a store of the fleet, its host with any
+    port or none, its node, or the `engine_host` of an engine beside it. The store asks there before it answers, for no longer than computing the rest
+    would take. A name that no store of the fleet has counts as none. At most 255 characters. Default: none is known,
+    and the fleet's bucket may tell.
+    """
+    engine_host: _builtins.str
+    """The host by which routers know the caller's engine, so that other stores find this one by it. At most 255
+    characters. The last 32 that were told are kept.
     """
     @_builtins.property
     def layout(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.StreamRange]:
@@ -108,10 +120,12 @@ class MatchPrefixRequest(_message.Message):
         prefix: Global___Prefix | None = ...,
         salt: _builtins.bytes = ...,
         lease_ttl: _duration_pb2.Duration | None = ...,
+        source: _builtins.str = ...,
+        engine_host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease_ttl", b"lease_ttl", "prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "lease_ttl", b"lease_ttl", "model", b"model", "prefix", b"prefix", "salt", b"salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_host", b"engine_host", "layout", b"layout", "lease_ttl", b"lease_ttl", "model", b"model", "prefix", b"prefix", "salt", b"salt", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -186,12 +200,15 @@ class AdoptPrefixRequest(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     IF_GENERATION_MATCH_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """The session that adopts, `sessions/{session_id}`. Required."""
     model_fingerprint: _builtins.bytes
     """Fingerprint of the model that would use the rows, 32 bytes. Required."""
     if_generation_match: _builtins.int
     """Generation the session must be at. Unset: any."""
+    source: _builtins.str
+    """Which other host has more of them: see MatchPrefixRequest.source."""
     @_builtins.property
     def prefix(self) -> Global___Prefix:
         """The tokens that it is to begin with, as far as a session of its salt has them. Required."""
@@ -203,10 +220,11 @@ class AdoptPrefixRequest(_message.Message):
         model_fingerprint: _builtins.bytes = ...,
         if_generation_match: _builtins.int | None = ...,
         prefix: Global___Prefix | None = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "model_fingerprint", b"model_fingerprint", "prefix", b"prefix", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "if_generation_match", b"if_generation_match", "model_fingerprint", b"model_fingerprint", "prefix", b"prefix", "session", b"session", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015

@@ -362,7 +362,9 @@ def _planted(control: str | None) -> Iterator[None]:
             hints = tuple(door.hints_of(request, teller))
             own = door._labels_of(request, labels)
             salt = door._salt_of(request)
-            return said.Said(door._session_of(request), salt, own, hints, handed=None, is_prefill=False)
+            return said.Said(
+                door._session_of(request), salt, own, hints, handed=None, is_prefill=False, source=""
+            )
 
         vars(scheduler)["read"] = unguarded
     elif control == PARAMETERS_UNCHECKED:

@@ -33,7 +33,7 @@ def test_an_object_is_read_as_it_was_written() -> None:
     """Heads and node records go through their bytes unchanged."""
     secret = Secret(b"0123456789abcdef")
     assert secret.read_head(secret.write(HEAD)) == HEAD
-    record = NodeRecord("n", "i", "host:1", 7, "0" * 16, ("v1/s/a",))
+    record = NodeRecord("n", "i", "host:1", 7, "0" * 16, ("v1/s/a",), hosts=("10.0.0.7",))
     assert secret.read_node(secret.write(record)) == record
 
 

@@ -127,3 +127,21 @@ def test_an_operator_is_told(stores: Stores) -> None:
     assert "named by nothing  1 object, 11 B" in shown.output
     shown = CliRunner().invoke(app, [*target, "--output", "json", "fleet", "collect"])
     assert json.loads(shown.output)["garbage_object_count"] == 1
+
+
+def test_what_the_bucket_knows_of_prefixes_goes_after_a_day(stores: Stores) -> None:
+    """A holder promises nothing: a prompt that nobody computes any more leaves nothing behind."""
+    for number in range(3):
+        User(stores, f"user{number}").turn(0, 1100)
+    directory = Path(stores.bucket.removeprefix("file://")) / "v1/p"
+    deadline, holders = time.monotonic() + 20, list[Path]()
+    while len(holders) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        holders = [path for path in directory.rglob("*") if path.is_file() and path.suffix != ".new"]
+    for path in holders[:2]:
+        aged(path, 2 * DAY_S)
+    assert collected(stores, 1, is_dry_run=True).garbage_object_count == 2
+    assert all(path.exists() for path in holders)
+    assert collected(stores, 1).garbage_object_count == 2
+    assert [path.exists() for path in holders] == [False, False, True]

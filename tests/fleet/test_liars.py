@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Self
 
 import grpc
+import numpy as np
 import pytest
 
-from ctxcache.core.fleet.heads import Head, Name, Secret
+from ctxcache.client import OPAQUE, TOKENS
+from ctxcache.core.fleet.heads import Head, Name, NodeRecord, Secret, node_path
+from ctxcache.core.prefix.keys import scope_of
 from ctxcache.errors import CacheError, SessionNotFound
+from ctxcache.format.streams import ranges_of
 from ctxcache.v1 import peer_pb2, peer_pb2_grpc
 from ctxcache.wire.framed_socket import SocketFrameKind
-from tests.fleet.stores import Stores, User
+from tests.fleet.stores import SPEC, Stores, User, rows_of
 
 UID = "a" * 32
 HEADER = struct.Struct("<BBHIQ")
@@ -33,6 +37,7 @@ class Liar(peer_pb2_grpc.PeerServiceServicer):
         self.answer = answer
         self.lie: Lie = lambda _: None
         self.drip: Callable[[socket.socket], None] = lambda _: None
+        self.lend: Callable[[peer_pb2.LendPrefixRequest], peer_pb2.LendPrefixResponse] | None = None
         self._server = grpc.server(ThreadPoolExecutor(4))
         peer_pb2_grpc.add_PeerServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -76,11 +81,23 @@ class Liar(peer_pb2_grpc.PeerServiceServicer):
         self.lie(answer)
         return answer
 
+    def LendPrefix(  # noqa: N802  the proto's
+        self, request: peer_pb2.LendPrefixRequest, context: grpc.ServicerContext
+    ) -> peer_pb2.LendPrefixResponse:
+        """What it says of a session it says of a prefix, too, unless it has other words for that."""
+        if self.lend is not None:
+            return self.lend(request)
+        told = self.YieldSession(peer_pb2.YieldSessionRequest(), context)
+        lent = peer_pb2.LendPrefixResponse(remaining=told.remaining, ticket=told.ticket)
+        if told.HasField("session"):
+            lent.session.CopyFrom(told.session)
+        return lent
+
 
 @pytest.fixture
 def stores(tmp_path: Path) -> Iterator[Stores]:
-    """Two honest ones."""
-    with Stores(tmp_path, 2) as both:
+    """Two honest ones, whose engines are so slow that any prefix is worth its way."""
+    with Stores(tmp_path, 2, "--prefill-tokens-per-s", "1000") as both:
         yield both
 
 
@@ -175,6 +192,53 @@ def test_no_lie_about_a_session_costs_more_than_the_session(stores: Stores, liar
         fresh.turn(1, 10)
         assert fresh.found(1) == 10, what
     assert own.found(1) == 70
+
+
+def is_a_store(stores: Stores, liar: Liar) -> None:
+    """The liar has said where it is, as stores do."""
+    place = Path(stores.bucket.removeprefix("file://")) / node_path("liar")
+    secret = Secret(b"a secret of this fleet of stores")
+    place.write_bytes(secret.write(NodeRecord("liar", "i", liar.address, 1, "0" * 16)))
+
+
+def test_no_lie_about_a_prefix_costs_more_than_the_prefix(stores: Stores, liar: Liar) -> None:
+    """The prompt is computed, and the next one is asked for like the first."""
+    is_a_store(stores, liar)
+    client, model = stores.clients[1], stores.models[1]
+    for number, (what, lie) in enumerate({"no lie": lambda _: None, **LIES}.items()):
+        liar.lie = lie
+        tokens, rows = rows_of(f"prompt {number}", 0, 3000)
+        begun = time.monotonic()
+        assert client.prefixes.match(model, tokens, source=liar.address).token_count == 0, what
+        assert time.monotonic() - begun < LONGEST_S, what
+        client.sessions.create(model).append({TOKENS: tokens, OPAQUE: rows})
+        assert client.prefixes.match(model, tokens, source=liar.address).token_count == 2944, what
+
+
+def test_rows_of_another_prompt_are_not_taken_for_those_asked(stores: Stores, liar: Liar) -> None:
+    """They are found by their own tokens, and by no others."""
+    is_a_store(stores, liar)
+    (asked, _), (other, rows) = rows_of("asked", 0, 2048), rows_of("other", 0, 2048)
+    stores.clients[0].sessions.create(stores.models[0]).append({TOKENS: other, OPAQUE: rows})
+    layout = [spec.stream for spec in SPEC.streams]
+    scope = scope_of("default", stores.models[0].fingerprint, tuple(ranges_of(layout)), b"")
+    honest = grpc.insecure_channel(stores.processes[0].target)
+
+    def lend(request: peer_pb2.LendPrefixRequest) -> peer_pb2.LendPrefixResponse:
+        del request.keys[:]
+        request.keys.extend(scope.keys(other.tobytes()))
+        return peer_pb2_grpc.PeerServiceStub(honest).LendPrefix(request)
+
+    liar.lend = lend
+    client, model = stores.clients[1], stores.models[1]
+    with honest:
+        assert client.prefixes.match(model, asked, source=liar.address).token_count == 0
+    assert client.admin.fleet().borrowed_token_count == 2048
+    assert client.prefixes.match(model, other).token_count == 2048
+    session = client.sessions.create(model)
+    session.adopt(other)
+    with session.read() as read:
+        assert np.array_equal(read.array(OPAQUE), rows)
 
 
 WELCOME = frame(SocketFrameKind.WELCOME)

@@ -29,6 +29,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 LOOKS = 4
 """How often a session is looked at again whose head changes meanwhile."""
+HOSTS_LIMIT = 32
+"""Hosts of engines that a node record has."""
 KNOWN_LIMIT = 4096
 """Heads, and sources of rows, that are kept for sessions which are not here; the oldest go."""
 
@@ -160,6 +162,14 @@ class Counts:
     shared_bytes: int = 0
     share_failures: int = 0
     removed_objects: int = 0
+    asked_prefixes: int = 0
+    """Times that another host was asked for more of a prompt."""
+    borrowed_prefixes: int = 0
+    borrowed_tokens: int = 0
+    borrowed_bytes: int = 0
+    lent_prefixes: int = 0
+    told_prefixes: int = 0
+    """Prefixes that the bucket was made to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +204,8 @@ class Claims:
         self._register, self._secret, self._peers, self._copies = register, secret, peers, copies
         self.node, self.incarnation, self.address = node, incarnation, address
         self._nonce, self._new_uid = nonce, new_uid
+        self.hosts = Recent[str, None]()
+        """Hosts of engines beside this one, as routers call them."""
         self._claimed: dict[Name, Copy] = {}
         self._private: dict[Name, None] = {}
         """Names of copies that were private, and may be still, in the order in which they were made."""
@@ -729,7 +741,13 @@ class Claims:
                 self._give_up(record.taken)
             beat = record.beat + 1 if record is not None else 1
             made = NodeRecord(
-                self.node, self.incarnation, self.address, beat, self._nonce(), is_leaving=is_leaving
+                self.node,
+                self.incarnation,
+                self.address,
+                beat,
+                self._nonce(),
+                is_leaving=is_leaving,
+                hosts=tuple(self.hosts)[-HOSTS_LIMIT:],
             )
             body = self._secret.write(made)
             found = await put(self._register, path, body, entry)

@@ -3,6 +3,7 @@
     v1/s/<hh>/<digest of tenant>/<digest of session>    a head: who continues the session
     v1/n/<node>                                         a node record: where a host's store is reached
     v1/o/<hh>/<digest of tenant>/<digest of session>/   rows of the session, and what they are: `shared.py`
+    v1/p/<hh>/<digest of a prefix's key>                a holder: which host has that prefix
 
 Names are keyed digests under the fleet's secret: a listing of the bucket tells nothing, and paths spread
 evenly. The objects are JSON, with a digest under the same secret: the object of another fleet, or one that
@@ -84,7 +85,8 @@ class NodeRecord:
     """Where a host's store is reached, as of its last beat. It gives no right to anything.
 
     `taken`: paths of heads that others took over while this node did not answer; None: too many to be listed.
-    `is_leaving`: the store was told to give up its place in the fleet.
+    `is_leaving`: the store was told to give up its place in the fleet. `hosts`: those of engines beside it,
+    as routers call them.
     """
 
     node: str
@@ -94,6 +96,7 @@ class NodeRecord:
     nonce: str
     taken: tuple[str, ...] | None = ()
     is_leaving: bool = False
+    hosts: tuple[str, ...] = ()
 
     def with_taken(self, path: str, nonce: str) -> "NodeRecord":
         """The record with one more head that was taken from this node."""
@@ -101,6 +104,15 @@ class NodeRecord:
             return replace(self, nonce=nonce)
         taken = (*self.taken, path)
         return replace(self, nonce=nonce, taken=taken if len(taken) <= TAKEN_LIMIT else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A host that had a prefix when this was written. It promises nothing."""
+
+    node: str
+    address: str
+    nonce: str
 
 
 class Secret:
@@ -118,7 +130,12 @@ class Secret:
         session = self._digest(b"session", f"{name.tenant}/{name.session_id}".encode())
         return f"v1/s/{session[:2]}/{tenant}/{session}"
 
-    def write(self, item: Head | NodeRecord) -> bytes:
+    def holder_path(self, tenant: str, key: bytes) -> str:
+        """The path of what is known of a prefix, by its key."""
+        digest = self._digest(b"prefix", tenant.encode() + b"/" + key)
+        return f"{HOLDERS}{digest[:2]}/{digest}"
+
+    def write(self, item: Head | NodeRecord | Holder) -> bytes:
         """The bytes of an object."""
         facts = {"version": VERSION, **asdict(item)}
         text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
@@ -156,8 +173,12 @@ class Secret:
     def read_node(self, body: bytes) -> NodeRecord:
         """A node record from its bytes. Raises ForeignObject."""
         facts = self._read(NodeRecord, body)
-        taken = facts.pop("taken")
-        return _made(NodeRecord, facts | {"taken": None if taken is None else tuple(taken)})
+        taken, hosts = facts.pop("taken"), tuple(facts.pop("hosts", ()))
+        return _made(NodeRecord, facts | {"taken": None if taken is None else tuple(taken), "hosts": hosts})
+
+    def read_holder(self, body: bytes) -> Holder:
+        """A holder from its bytes. Raises ForeignObject."""
+        return _made(Holder, self._read(Holder, body))
 
     def _read(self, kind: type, body: bytes) -> dict[str, Any]:
         try:
@@ -188,6 +209,8 @@ NODES = "v1/n/"
 """The beginning of the paths of node records."""
 OBJECTS = "v1/o/"
 """The beginning of the paths of what is shared of sessions."""
+HOLDERS = "v1/p/"
+"""The beginning of the paths of holders."""
 
 
 def _made(kind: type[T], facts: dict[str, Any]) -> T:

@@ -182,6 +182,12 @@ class Keyed:
             begin += len(own)
         return begin // KEY_BYTES
 
+    def key_at(self, session: Session, token_count: int) -> bytes | None:
+        """The key of the session's first tokens, a multiple of 64; None where they have none."""
+        ranges = session.layout.outline.ranges
+        scope = scope_of(session.tenant, session.model_fingerprint, ranges, session.salt)
+        return self._key_at(session, scope, token_count)
+
     def _key_at(self, session: Session, scope: Scope, token_count: int) -> bytes | None:
         """The key of the session's tokens up to there; None where they have none."""
         if not token_count:

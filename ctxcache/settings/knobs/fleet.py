@@ -96,5 +96,17 @@ FLEET = Section(
             least=0,
             most=10**12,
         ),
+        Knob(
+            name="fleet_prefixes",
+            kind=KnobKind.SWITCH,
+            default=True,
+            help="Whether the bucket knows which host has a prefix of 1,024 tokens, of 2,048, and so on.",
+            more=(
+                "A prompt of 2,048 tokens or more, of which less than a quarter is here, is looked for there,"
+                " and comes from that host where that is sooner than to compute it."
+            ),
+            advice="false where every request names its session, or a router says which host has its prompt",
+            watch="ctxcache_fleet_borrowed_tokens_total",
+        ),
     ),
 )

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import numpy as np
+from vllm.utils.network_utils import get_ip
 
 from ctxcache.client import CallerModel, Client
 from ctxcache.client.types import SessionInfo
@@ -57,6 +58,8 @@ class Asked(NamedTuple):
     """Of a session that is made for it."""
     handed: HandOver | None = None
     """Where another engine put the prompt's rows."""
+    source: str = ""
+    """The host that a router names for more of the prompt; empty for none."""
 
 
 class Coming(NamedTuple):
@@ -81,6 +84,8 @@ class Lookup:
     def __init__(self, settings: ConnectorSettings, role: Role, unit_tokens: int, misses: Misses) -> None:
         """`unit_tokens`: sessions are cut after a multiple of so many tokens."""
         self._saved, self._role, self._unit_tokens, self._misses = settings.saved, role, unit_tokens, misses
+        self._engine_host = get_ip()
+        """As routers call the engine."""
         self._ttl = None if settings.ttl_s is None else timedelta(seconds=settings.ttl_s)
 
     def find(
@@ -155,7 +160,15 @@ class Lookup:
         """A session with what others have of the prompt, and whether it was made just now; None as `find`."""
         layout = streams_of(model, self._saved)
         is_found = asked.is_shared and (
-            client.prefixes.match(model, asked.prompt, salt=asked.salt, layout=layout).token_count > 0
+            client.prefixes.match(
+                model,
+                asked.prompt,
+                salt=asked.salt,
+                layout=layout,
+                source=asked.source,
+                engine_host=self._engine_host,
+            ).token_count
+            > 0
         )
         if not is_found:
             if not self._role.saves:

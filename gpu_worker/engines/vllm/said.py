@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.ctxcache")
+HOST_LIMIT = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Said:
     """Where another engine put the rows of its prompt."""
     is_prefill: bool
     """Whether another engine will go on with it."""
+    source: str
+    """The host that a router names for more of its prompt; empty for none."""
 
 
 def read(request: "Request", teller: HintTeller, labels: Labels = (), target: str = "") -> Said | None:
@@ -57,6 +60,7 @@ def read(request: "Request", teller: HintTeller, labels: Labels = (), target: st
             tuple(hints_of(request, teller)),
             _handed_of(request, target),
             is_prefill=bool((request.kv_transfer_params or {}).get("do_remote_decode")),
+            source=_source_of(request),
         )
     except Exception as error:  # noqa: BLE001  of whatever content, and however deep
         logger.warning("a request goes without the store, since its words are not understood: %.200r", error)
@@ -89,6 +93,19 @@ def _handed_of(request: "Request", target: str) -> HandOver | None:
     except ValueError as error:
         logger.warning("a hand-over is left alone: %.200s", error)
         return None
+
+
+def _source_of(request: "Request") -> str:
+    """`remote_kv_source` as llm-d's sidecar writes it; one that is none costs a computed prompt."""
+    said: Any = (request.kv_transfer_params or {}).get("remote_kv_source")
+    if said is None:
+        return ""
+    host = said.get("remote_host") if isinstance(said, dict) else None
+    if not isinstance(host, str) or not 0 < len(host) <= HOST_LIMIT:
+        logger.warning("remote_kv_source has no remote_host, and is left alone: %.80r", said)
+        return ""
+    # The port is that of another connector: a store is known by its host.
+    return host
 
 
 def _labels_of(request: "Request", labels: Labels) -> Labels:

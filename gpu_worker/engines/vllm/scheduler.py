@@ -198,7 +198,13 @@ class SchedulerSide:
             # An id that no token has stands for what is not in a block, see NO_TOKEN.
             return
         asked = Asked(
-            said.session_name, said.salt, prompt, self._settings.prefixes, dict(said.labels), said.handed
+            said.session_name,
+            said.salt,
+            prompt,
+            self._settings.prefixes,
+            dict(said.labels),
+            said.handed,
+            said.source,
         )
         # The store finds no shorter prefix, so a session of its own would be of no use.
         is_of_use = asked.is_shared and len(asked.prompt) >= KEYED_TOKENS
