@@ -79,9 +79,9 @@ coverage: setup ## Say which branches of core/ and cache/ no test of theirs or o
 	$(BIN)/python -m pytest -q -p no:randomly $(PYTEST_ARGS) --cov=ctxcache.core --cov=ctxcache.cache --cov-branch \
 	  --cov-report=html:build/coverage --cov-report=term:skip-covered tests/core tests/cache tests/service
 
-# The worker, what drives store and worker together, and the simulator's pictures.
+# The worker, and what drives store and worker together.
 test-worker: setup
-	$(BIN)/python -m pytest -p no:randomly $(WORKER_TESTS) tests/cli/test_simulate.py tests/cli/test_simulate_blocks.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -p no:randomly $(WORKER_TESTS) $(PYTEST_ARGS)
 
 kernels: setup ## Compile the worker's kernels for an H100, as their tests launch them; needs no GPU (a minute)
 	cd tests/gpu_worker/kernels && PYTHONPATH=.:../../.. ../../../$(BIN)/python -m pytest -q -p compile_only -p no:cacheprovider -p no:randomly \
