@@ -12,6 +12,8 @@ from scraped import Values
 
 ROOT = Path(__file__).parent.parent.parent
 TOOL = shutil.which("promtool") or next((str(p) for p in [ROOT / ".tools" / "promtool"] if p.exists()), None)
+ALERT, TEST = "      - alert: ", "  - name: "
+"""Before each entry of a file of rules, and of one of their tests."""
 needs_promtool = pytest.mark.skipif(
     TOOL is None,
     reason="PROMTOOL IS NOT INSTALLED: no alert and no panel was tested; see scripts/get_promtool.sh",
@@ -22,6 +24,25 @@ def run(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
     """Run it."""
     assert TOOL is not None
     return subprocess.run([TOOL, *arguments], cwd=directory, capture_output=True, text=True, check=False)
+
+
+def rules_tested(rules: str, tests: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Prometheus' tests of alert rules, those of an alert beside its own rule only.
+
+    Beside all rules, each test would evaluate all of them.
+    """
+    head, *alerts = rules.split(ALERT)
+    begin, *every_test = tests.split(TEST)
+    files = []
+    for alert in alerts:
+        name = alert.partition("\n")[0]
+        own = [test for test in every_test if test.split(maxsplit=1)[0] == name]
+        (directory / f"{name}.yaml").write_text(head + ALERT + alert)
+        (directory / f"{name}_test.yaml").write_text(
+            TEST.join([begin.replace('"alerts.yaml"', f'"{name}.yaml"'), *own])
+        )
+        files.append(f"{name}_test.yaml")
+    return run("test", "rules", *files, directory=directory)
 
 
 def series_of(before: Values, after: Values) -> list[tuple[str, str]]:
