@@ -13,6 +13,7 @@ left out. Knows no tests' results. Worst case: a TableError with the mutant's na
 """
 
 import ast
+import functools
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class Mutant:
             )
         mutated = source.replace(self.old, self.new)
         try:
-            is_same = ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(source))
+            is_same = ast.dump(ast.parse(mutated)) == _program(source)
         except SyntaxError as error:
             raise TableError(self.name, f"does not compile: {error}") from error
         if is_same:
@@ -96,6 +97,12 @@ def check(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
             problems.append(str(error))
         problems += [f"{mutant.name}: {problem}" for problem in _missing(mutant.tests, root)]
     return problems
+
+
+@functools.lru_cache(maxsize=64)
+def _program(source: str) -> str:
+    """What a text means, the same for all mutants of a file."""
+    return ast.dump(ast.parse(source))
 
 
 def _mutant(entry: dict[str, object]) -> Mutant:
