@@ -22,6 +22,8 @@ from ctxcache.service import admission
 from ctxcache.settings.config import Settings
 
 CROWD = 1100
+HASTE_S = 0.1
+"""How long a stop waits for connections that never say anything."""
 FEW = ("sh", "-c", 'ulimit -Sn 256; ulimit -Hn 1000; exec "$0" "$@"')
 Connect = Callable[[str, str], socket.socket]
 
@@ -87,7 +89,9 @@ async def test_a_host_has_no_more_connections_than_it_may(
     settings: Settings, clock: FakeClock, connect: Connect
 ) -> None:
     """The newest of more are ended, those before are not, and other hosts notice nothing."""
-    server = await Server.start(settings.model_copy(update={"max_connections_per_host": 4}), clock)
+    server = await Server.start(
+        settings.model_copy(update={"max_connections_per_host": 4, "drain_timeout_s": HASTE_S}), clock
+    )
     try:
         target = server.addresses[0]
         before = [connect(target, "127.0.0.2") for _ in range(4)]
@@ -109,7 +113,9 @@ async def test_there_are_no_more_connections_than_there_may_be(
     settings: Settings, clock: FakeClock, connect: Connect
 ) -> None:
     """All hosts together: one more is closed at once, and there is room when another one has gone."""
-    server = await Server.start(settings.model_copy(update={"max_connections": 8}), clock)
+    server = await Server.start(
+        settings.model_copy(update={"max_connections": 8, "drain_timeout_s": HASTE_S}), clock
+    )
     try:
         target = server.addresses[0]
         taken = [connect(target, f"127.0.0.{host}") for host in range(2, 10)]
