@@ -29,6 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from ctxcache.cache import blocks, sessions
 from ctxcache.cache.blocks import BlockState
 from ctxcache.cache.leases import Lease
+from ctxcache.cache.prefixes import Match
 from ctxcache.cache.reservations import Reservation
 from ctxcache.core.limits import DEFAULT_WATERMARKS
 from ctxcache.core.placement.policy import Capacities
@@ -118,6 +119,10 @@ class CacheMachine(RuleBasedStateMachine):
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Do it to its end."""
         return self.loop.run_until_complete(asyncio.wait_for(work, 30))
+
+    async def matches(self) -> list[Match]:
+        """What prefixes find of each session's tokens."""
+        return [await self.rig.match(known.tokens) for known in self.model.values()]
 
     async def commit_nothing(self) -> None:
         """All records so far are durable."""
@@ -600,8 +605,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Slots, references and holds are those of what is there; leases show what they did."""
         self.run(self.rig.check())
         self.sync()
-        for known in self.model.values():
-            found = self.run(self.rig.match(known.tokens))
+        for known, found in zip(self.model.values(), self.run(self.matches()), strict=True):
             assert found.token_count <= len(known.tokens)
             assert found.dram_token_count <= found.token_count
         for name, known in self.model.items():
