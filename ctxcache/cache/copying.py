@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 
-from ctxcache.cache.eviction import Departures, SsdRoom, segment_record_of
+from ctxcache.cache.eviction import Departures, SsdRoom, record_moved
 from ctxcache.cache.flushing import WriteBehind
 from ctxcache.cache.scrubbing import Mending
 from ctxcache.cache.segments import SegmentIO
@@ -23,7 +23,7 @@ from ctxcache.cache.state import Background, State
 from ctxcache.core.ledger.segment import Segment
 from ctxcache.errors import CorruptSegment, TierFailure
 from ctxcache.format.layout import Slot
-from ctxcache.storage.metadata.base import Changes, MetadataStore
+from ctxcache.storage.metadata.base import MetadataStore
 
 SEGMENTS_PER_COMMIT = 8
 """Copied with one sync of each path and one commit."""
@@ -166,15 +166,7 @@ class Copying:
             if is_true and best is not None and best.path_index != slot.path_index:
                 replaced += self._ledger.copied(segment, copies.pop(segment))
                 recorded.append(segment)
-        changes = Changes(segments=[segment_record_of(self._ledger, segment) for segment in recorded])
-        try:
-            if recorded:
-                await self._metadata.commit(changes, is_durable=True)
-        except TierFailure:
-            self._ledger.stranded(replaced)
-            raise
-        for slot in replaced:
-            self._ledger.below.give(slot)
+        await record_moved(self._ledger, self._metadata, recorded, replaced)
 
     def _give_back(self, segment: Segment, slot: Slot) -> None:
         self._ledger.staged(segment, slot, is_there=False)

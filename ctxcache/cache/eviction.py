@@ -365,6 +365,22 @@ def segment_record_of(ledger: Ledger, segment: Segment) -> SegmentRecord:
     )
 
 
+async def record_moved(
+    ledger: Ledger, metadata: MetadataStore, segments: Sequence[Segment], replaced: Collection[Slot]
+) -> None:
+    """Record segments at their new places, then give the replaced ones back. Raises TierFailure."""
+    try:
+        if segments:
+            changes = Changes(segments=[segment_record_of(ledger, segment) for segment in segments])
+            await metadata.commit(changes, is_durable=True)
+    except TierFailure:
+        # Both the old and the new place may be named by what is on disk.
+        ledger.stranded(replaced)
+        raise
+    for slot in replaced:
+        ledger.below.give(slot)
+
+
 def _block_record(session: Session) -> BlockRecord:
     part_bytes = tuple(spec.row_bytes for spec in session.layout.specs)
     return BlockRecord(session.model_fingerprint, session.parent_id, part_bytes)

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from ctxcache.cache.eviction import SsdRoom, record_of, segment_record_of
+from ctxcache.cache.eviction import SsdRoom, record_moved, record_of, segment_record_of
 from ctxcache.cache.scrubbing import Mending
 from ctxcache.cache.segments import SegmentIO, Written
 from ctxcache.cache.state import Background, State
@@ -579,15 +579,7 @@ class Flushing:
         for item in moved:
             copies.remove(item)
         replaced = self._ledger.moved([item.flushed for item in moved])
-        changes = Changes(segments=[segment_record_of(self._ledger, item.segment) for item in moved])
-        try:
-            await self._metadata.commit(changes, is_durable=True)
-        except TierFailure:
-            # Both the old and the new place may be named by what is on disk.
-            self._ledger.stranded(replaced)
-            raise
-        for slot in replaced:
-            self._ledger.below.give(slot)
+        await record_moved(self._ledger, self._metadata, [item.segment for item in moved], replaced)
         # Rows that were shown from memory, or withheld, can be had now.
         self._ledger.lost.reckon_again([item.segment for item in moved])
         return bool(moved)
