@@ -10,7 +10,6 @@ parses anything. Killed by whoever started it.
 import asyncio
 import mmap
 import os
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,8 @@ import numpy as np
 from ctxcache.client.wire import CHANNEL_OPTIONS
 from ctxcache.runtime.memory import keep_freed_memory
 from ctxcache.server.listening import OPTIONS
+from lab.bench.bare import bare_process
 from lab.bench.contexts import Bytes
-from lab.bench.row import NoPeer
 
 MESSAGE_BYTES = 1 << 20
 _SERVICE = "lab.bench.Bare"
@@ -50,23 +49,12 @@ def far_side(
     context_count: int, context_bytes: int, *, client_count: int = 0, records: Path = Path(os.devnull)
 ) -> Iterator[FarSide]:
     """Such a process, over TCP, and so many clients that echo. Raises NoPeer."""
-    numbers = str(context_count), str(context_bytes)
-    process = subprocess.Popen(  # noqa: S603  ourselves
-        [sys.executable, "-m", "lab.bench.bare_grpc", *numbers, str(records)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        line = process.stdout.readline().strip() if process.stdout else ""
-        if not line:
-            raise NoPeer("the bare gRPC server's process did not start")
-        with connected(line, process.pid, client_count) as far:
-            yield far
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    arguments = str(context_count), str(context_bytes), str(records)
+    with (
+        bare_process("lab.bench.bare_grpc", *arguments) as (target, pid),
+        connected(target, pid, client_count) as far,
+    ):
+        yield far
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from lab.bench.bare import bare_process
 from lab.bench.contexts import Bytes, warm
-from lab.bench.row import NoPeer
 
 _REQUEST = struct.Struct("cB")
 BUFFER_BYTES = 4 << 20
@@ -35,23 +35,12 @@ def receive(connection: socket.socket, into: Bytes) -> None:
 @contextmanager
 def far_side(context_count: int, context_bytes: int) -> Iterator[tuple[socket.socket, int]]:
     """A connection to such a process, and the process's id."""
-    process = subprocess.Popen(  # noqa: S603  ourselves
-        [sys.executable, "-m", "lab.bench.bare_socket", str(context_count), str(context_bytes)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        line = process.stdout.readline() if process.stdout else ""
-        if not line:
-            raise NoPeer("the bare socket's process did not start")
-        with socket.create_connection(("127.0.0.1", int(line))) as connection:
-            _tune(connection)
-            yield connection, process.pid
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    with (
+        bare_process("lab.bench.bare_socket", str(context_count), str(context_bytes)) as (port, pid),
+        socket.create_connection(("127.0.0.1", int(port))) as connection,
+    ):
+        _tune(connection)
+        yield connection, pid
 
 
 @contextmanager

@@ -113,6 +113,11 @@ class Contexts:
         """Call `step` for every context; the sum of what it returns."""
         return sum(step(index) for index in range(len(self.data)))
 
+    def read(self, index: int) -> None:
+        """Bring all rows of a context to the destination."""
+        with self.client.sessions.open(self.sessions[index], self.model).read() as rows:
+            copy_out(rows, self.out)
+
     def verify(self, index: int, what: str) -> None:
         """Check that the destination has context `index`. The one before was another's."""
         check(self.whole, self.data[index], what)

@@ -14,7 +14,6 @@ and each turn's logits are compared to those of a cache that was never dropped (
     error       anything else: the command fails
 """
 
-import argparse
 import logging
 import multiprocessing
 import resource
@@ -40,7 +39,7 @@ from gpu_worker.model.proof import adapt
 from gpu_worker.model.spec import model_spec
 from gpu_worker.model.unchanged import Unchanged
 from lab.bench.server import serving
-from lab.studies.families import apart, build, configured, conversation
+from lab.studies.families import apart, build, configured, conversation, options_of
 
 LIMIT_S = 120.0
 MEMORY_BYTES = 24 << 30
@@ -158,12 +157,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def main() -> int:
     """Run the command; fails where an architecture is neither served nor refused."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="architectures, with commas between")
-    parser.add_argument("--write", type=Path, help="a page to write")
-    options = parser.parse_args()
+    options = options_of(__doc__)
     logging.disable(logging.WARNING)
     names = options.only.split(",") if options.only else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     outcomes = []

@@ -494,14 +494,19 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Run the command; fails where a planted fault is not seen, or a session did not come back."""
+def options_of(description: str | None) -> argparse.Namespace:
+    """What a study of architectures is asked: `only` some of them, and a page to `write`."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="architectures, with commas between")
     parser.add_argument("--write", type=Path, help="a page to write")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the command; fails where a planted fault is not seen, or a session did not come back."""
+    options = options_of(__doc__)
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     names = options.only.split(",") if options.only else NAMES

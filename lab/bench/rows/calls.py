@@ -27,7 +27,6 @@ from lab.bench.contexts import (
     check,
     content,
     contexts,
-    copy_out,
     model_of,
     seconds,
     slots_bytes,
@@ -347,14 +346,9 @@ def _copy(c: Contexts, index: int) -> None:
     np.copyto(c.whole, c.data[index])
 
 
-def _read(c: Contexts, index: int) -> None:
-    with c.client.sessions.open(c.sessions[index], c.model).read() as rows:
-        copy_out(rows, c.out)
-
-
 def _row(name: str, title: str, ways: tuple[str, ...], bound: float) -> Row:
     path = f"CPU s per GB, both ends, {title}"
-    return Row(name, path, "a copy", at_most(bound), opened(ways, _read), unit="CPU s")
+    return Row(name, path, "a copy", at_most(bound), opened(ways, Contexts.read), unit="CPU s")
 
 
 _CPU_ROWS = (

@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 from ctxcache.client.client import Verify
 from ctxcache.client.rows import SessionRows
 from lab.bench import bare_socket
-from lab.bench.contexts import Bytes, Contexts, access, check, contexts, copy_out, seconds
+from lab.bench.contexts import Bytes, Contexts, access, check, contexts, seconds
 from lab.bench.row import Place, Row, Side, Sides, at_least, at_most
 
 GRPC = ("local-grpc", "local")
@@ -111,7 +111,7 @@ def reading(c: Contexts) -> Side:
     """Lease every context, copy it out, release."""
 
     def step(index: int) -> float:
-        taken = seconds(lambda: _read(c, index))
+        taken = seconds(lambda: c.read(index))
         c.verify(index, "read with a copy out")
         return taken
 
@@ -131,7 +131,7 @@ def handing_over(c: Contexts) -> Side:
 
     def step(index: int) -> float:
         taken = seconds(lambda: acquire(index))
-        _read(c, index)
+        c.read(index)
         c.verify(index, "what is handed over")
         return taken
 
@@ -151,11 +151,6 @@ def saving(c: Contexts) -> Side:
         return taken
 
     return lambda _: c.walk(step)
-
-
-def _read(c: Contexts, index: int) -> None:
-    with c.client.sessions.open(c.sessions[index], c.model).read() as rows:
-        copy_out(rows, c.out)
 
 
 def opened(

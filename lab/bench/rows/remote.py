@@ -27,12 +27,8 @@ Setup = Callable[[Place], AbstractContextManager[Sides]]
 def reading(c: Contexts) -> Side:
     """Read every context into warm memory."""
 
-    def whole(index: int) -> None:
-        with c.client.sessions.open(c.sessions[index], c.model).read() as rows:
-            copy_out(rows, c.out)
-
     def step(index: int) -> float:
-        taken = seconds(lambda: whole(index))
+        taken = seconds(lambda: c.read(index))
         c.verify(index, "remote read")
         return taken
 
