@@ -57,3 +57,10 @@ def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerP
     """One server for all tests that leave it running; each uses names of its own."""
     with ServerProcess(tmp_path_factory.mktemp("shared") / "data") as server:
         yield server
+
+
+@pytest.fixture
+def session_id(request: pytest.FixtureRequest) -> str:
+    """A name that no other test uses."""
+    name: str = request.node.name
+    return "".join(letter if letter.isalnum() else "-" for letter in name)

@@ -1,6 +1,9 @@
 """The documents for tests of documents: their blocks of code, their headings, and the links between them."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -53,3 +56,18 @@ def anchors(document: Path) -> set[str]:
 def aimed_at(source: str, target: str) -> str:
     """Return an example's source with `target` in place of the default one, named or left out."""
     return source.replace("127.0.0.1:7420", target).replace("connect()", f'connect("{target}")')
+
+
+def printed(source: str, directory: Path, *, timeout_s: float, **environment: str) -> str:
+    """Run Python as it stands in a new process, in a directory; what it printed. Fails where it fails."""
+    ran = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=directory,
+        env=os.environ | environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout

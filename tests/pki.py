@@ -3,6 +3,7 @@
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -10,6 +11,14 @@ class Pki:
     """Files that openssl made."""
 
     directory: Path
+
+    def with_both_sides(self) -> Self:
+        """Make two authorities, `ca` and `other`, and of `ca` a server's certificate and a client's."""
+        for name in ("ca", "other"):
+            self.authority(name)
+        for name in ("server", "client"):
+            self.issue(name, "ca")
+        return self
 
     def authority(self, name: str) -> Path:
         """Make an authority; its certificate."""

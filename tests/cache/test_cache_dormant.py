@@ -153,6 +153,19 @@ def by_value() -> Ranked:
     return ReturnValue(Capacities(6 * SLOT_BYTES, 64 * SLOT_BYTES))
 
 
+async def left_for(count: int, rig: MemoryRig) -> list[str]:
+    """The sessions that leave, one by one, while so many of two segments come."""
+    gone = []
+    for number in range(count):
+        before = rig.names()
+        await rig.create(f"new{number}")
+        await rig.append(f"new{number}", Writer(50 + number).make(2 * SEGMENT_TOKENS), is_durable=True)
+        gone += sorted(before - rig.names())
+        rig.clock.advance(seconds=1)
+        await rig.check()
+    return gone
+
+
 async def test_sessions_leave_by_their_last_use(tmp_path: Path) -> None:
     """One by one, as room is needed; one that was used since, though it was the coldest, goes last."""
     for make_policy in (LeastRecentlyUsed, by_value):
@@ -161,14 +174,7 @@ async def test_sessions_leave_by_their_last_use(tmp_path: Path) -> None:
         await filled(rig)
         await rig.restart()
         await rig.read("a")
-        gone = []
-        for number in range(4):
-            before = rig.names()
-            await rig.create(f"new{number}")
-            await rig.append(f"new{number}", Writer(50 + number).make(2 * SEGMENT_TOKENS), is_durable=True)
-            gone += sorted(before - rig.names())
-            rig.clock.advance(seconds=1)
-            await rig.check()
+        gone = await left_for(4, rig)
         await rig.close()
 
         assert gone == ["b", "c", "d", "e"]
@@ -530,14 +536,7 @@ async def test_sleepers_leave_by_their_last_use(tmp_path: Path) -> None:
         assert await lull(rig) == set("abcdefgh")
         rig.cache.ledger.find(TENANT, "e")
         await rig.read("c")
-        gone = []
-        for number in range(5):
-            before = rig.names()
-            await rig.create(f"new{number}")
-            await rig.append(f"new{number}", Writer(50 + number).make(2 * SEGMENT_TOKENS), is_durable=True)
-            gone += sorted(before - rig.names())
-            rig.clock.advance(seconds=1)
-            await rig.check()
+        gone = await left_for(5, rig)
         await rig.close()
 
         assert "".join(gone) == "defgh"

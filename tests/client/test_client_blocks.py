@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live_server import WAYS, LiveServer, connected, serving, settings_in
+from live_server import WAYS, LiveServer, connected, serving_small
 
 import ctxcache
 from ctxcache.client import BlockPart, BlockSpace, Client, Durability
@@ -46,11 +46,7 @@ def data_of(number: int, size_bytes: int = 100_000) -> np.ndarray:
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveServer]:
     """A small server."""
-    with serving(
-        settings_in(
-            tmp_path, bulk_listen="", arena_size_bytes=8 << 20, ssd_size_bytes=32 << 20, drain_timeout_s=5
-        )
-    ) as made:
+    with serving_small(tmp_path, arena_size_bytes=8 << 20, ssd_size_bytes=32 << 20) as made:
         yield made
 
 

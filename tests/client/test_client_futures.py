@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from far_side import LAYOUT, OWN, SPEC, make_rows
-from live_server import WAYS, LiveServer, connected, serving, settings_in
+from live_server import WAYS, LiveServer, connected, serving_small
 
 import ctxcache
 from ctxcache.client import BlockSpace, CallerModel, Client, MemoryRows, Scattered
@@ -32,11 +32,7 @@ WAIT_S = 30
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A small server."""
     directory: Path = tmp_path_factory.mktemp("futures")
-    with serving(
-        settings_in(
-            directory, bulk_listen="", arena_size_bytes=8 << 20, ssd_size_bytes=16 << 20, drain_timeout_s=5
-        )
-    ) as made:
+    with serving_small(directory, arena_size_bytes=8 << 20, ssd_size_bytes=16 << 20) as made:
         yield made
 
 

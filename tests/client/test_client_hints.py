@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from far_side import LAYOUT, OWN, SPEC, make_rows
-from live_server import LiveServer, serving, settings_in
+from live_server import LiveServer, serving_small
 
 import ctxcache
 from ctxcache.client import Client, EngineQueue, QueuedJob
@@ -41,18 +41,7 @@ Publish = Callable[..., EngineQueue]
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveServer]:
     """A small server."""
-    with serving(
-        settings_in(
-            tmp_path,
-            bulk_listen="",
-            arena_size_bytes=1 << 20,
-            ssd_size_bytes=4 << 20,
-            drain_timeout_s=5,
-            max_engine_jobs=JOBS,
-            max_engines=2,
-            engine_grace_s=20,
-        )
-    ) as made:
+    with serving_small(tmp_path, max_engine_jobs=JOBS, max_engines=2, engine_grace_s=20) as made:
         yield made
 
 

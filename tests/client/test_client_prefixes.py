@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from far_side import LAYOUT, OWN, SPEC
-from live_server import WAYS, LiveServer, connected, serving, settings_in
+from live_server import WAYS, LiveServer, connected, serving, serving_small, settings_in
 
 import ctxcache
 from ctxcache.archive.contents import ImportWishes, OnConflict
@@ -37,11 +37,7 @@ PROMPT = np.arange(5, 205, dtype=np.int64)
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveServer]:
     """A small server."""
-    with serving(
-        settings_in(
-            tmp_path, bulk_listen="", arena_size_bytes=1 << 20, ssd_size_bytes=4 << 20, drain_timeout_s=5
-        )
-    ) as made:
+    with serving_small(tmp_path) as made:
         yield made
 
 

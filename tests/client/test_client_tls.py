@@ -22,11 +22,7 @@ from lab.routes import Route, route_options
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     """An authority and certificates of it, and one that nobody knows."""
-    made = Pki(tmp_path_factory.mktemp("pki"))
-    made.authority("ca")
-    made.authority("other")
-    made.issue("server", "ca")
-    made.issue("client", "ca")
+    made = Pki(tmp_path_factory.mktemp("pki")).with_both_sides()
     made.issue("stranger", "other")
     made.issue("expired", "ca", days=-1)
     return made

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from far_side import HIDDEN, KV, LAYOUT, OWN, SPEC, Connect, FarSide, make_rows
-from live_server import LiveServer, serving, settings_in
+from live_server import LiveServer, serving_small
 
 import ctxcache
 from ctxcache.client import Client, SessionRows
@@ -40,16 +40,8 @@ PATHS = 2
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveServer]:
     """A small server with two SSD paths."""
-    with serving(
-        settings_in(
-            tmp_path,
-            bulk_listen="",
-            ssd_directories=tuple(tmp_path / f"ssd{i}" for i in range(PATHS)),
-            arena_size_bytes=1 << 20,
-            ssd_size_bytes=1 << 20,
-            drain_timeout_s=1,
-        )
-    ) as made:
+    paths = tuple(tmp_path / f"ssd{i}" for i in range(PATHS))
+    with serving_small(tmp_path, ssd_size_bytes=1 << 20, ssd_directories=paths, drain_timeout_s=1) as made:
         yield made
 
 

@@ -23,10 +23,3 @@ def client(server: ServerProcess) -> Iterator[Client]:
     """A client of it."""
     with ctxcache.connect(server.target) as connected:
         yield connected
-
-
-@pytest.fixture
-def session_id(request: pytest.FixtureRequest) -> str:
-    """A name that no other test uses."""
-    name: str = request.node.name
-    return "".join(letter if letter.isalnum() else "-" for letter in name)

@@ -4,7 +4,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -13,11 +13,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import StateKind, Stream, StreamSpec
 from gpu_worker.families import Adapter
 from gpu_worker.families.generation import Capture, continue_greedy, prefill
 from gpu_worker.forms.rows import stored_dtype
 from gpu_worker.model.proof import adapt
+from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.compute import Modules
 from gpu_worker.pipeline.lane import Deadline, Host
 from gpu_worker.pipeline.pipeline import Pipeline, PipelineSettings
@@ -48,6 +50,35 @@ def never_dropped(
 def history_of(turns: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]) -> list[int]:
     """All that was said in these turns, to which there may be more replies."""
     return [token for turn, reply in zip(turns, replies, strict=False) for token in (*turn, *reply)]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation with a tiny Llama whose cache stays where it is: what other caches must say too."""
+
+    model_id: str
+    turns: Sequence[Sequence[int]]
+    reply_tokens: int
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model, the same for all turns."""
+        torch.set_num_threads(1)
+        return build("llama")
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """As the store knows it."""
+        return model_spec(self.model, model_id=self.model_id)
+
+    @cached_property
+    def replies(self) -> list[list[int]]:
+        """The reply to each turn."""
+        return never_dropped(self.model, self.turns, self.reply_tokens)
+
+    def history(self, turn_count: int) -> list[int]:
+        """All that was said in the first turns."""
+        return history_of(self.turns[:turn_count], self.replies)
 
 
 def restored_cache(

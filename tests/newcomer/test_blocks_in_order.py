@@ -1,14 +1,11 @@
 """The Python of the documents that need the store alone: pasted as it stands, it runs, and runs again."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from documents import ROOT, aimed_at, blocks
+from documents import ROOT, aimed_at, blocks, printed
 from server_process import ServerProcess
 
-TIMEOUT_S = 60
 README = blocks(ROOT / "README.md", "python")[0]
 BLOCKS = blocks(ROOT / "docs" / "coming_from.md", "python")[0]
 CLIENT = "".join(blocks(ROOT / "docs" / "python.md", "python"))
@@ -41,14 +38,4 @@ def test_the_blocks_run_in_order_and_again(tmp_path: Path) -> None:
 
 
 def _said(source: str, directory: Path) -> str:
-    checked = f"{source}\nimport sys\nassert 'torch' not in sys.modules\n"
-    ran = subprocess.run(
-        [sys.executable, "-c", checked],
-        cwd=directory,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    return printed(f"{source}\nimport sys\nassert 'torch' not in sys.modules\n", directory, timeout_s=60)

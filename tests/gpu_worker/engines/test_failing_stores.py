@@ -9,51 +9,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
 
 import pytest
 import torch
 from server_process import ServerProcess
-from sessions import history_of, never_dropped
-from tiny_models import build
-from transformers import PreTrainedModel
+from sessions import Conversation
 
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.client.arena import Bytes
 from ctxcache.client.routes import Access
 from ctxcache.errors import CacheError, Unavailable
-from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
-from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.sources import LeasedSource
 from gpu_worker.planning.plan import RestorePlan
 
 REPLY_TOKENS = 3
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
+SAID = Conversation("failing-stores", TURNS, REPLY_TOKENS)
 SMALL = PipelineSettings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
 MISSES = ("", "RESTORE_TOO_LATE", "UNAVAILABLE", "LEASE_NOT_FOUND", "DEADLINE_EXCEEDED")
-
-
-@cache
-def _model() -> PreTrainedModel:
-    return build("llama")
-
-
-@cache
-def _spec() -> ModelSpec:
-    return model_spec(_model(), model_id="failing-stores")
-
-
-@cache
-def _never_dropped() -> list[list[int]]:
-    return never_dropped(_model(), TURNS, REPLY_TOKENS)
-
-
-def _history(turn_count: int) -> list[int]:
-    return history_of(TURNS[:turn_count], _never_dropped())
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def _turn(engine: TransformersEngine, session_id: str, index: int) -> Turn:
     return engine.turn(
-        session_id, TURNS[index], max_new_tokens=REPLY_TOKENS, history=_history(index), eos_token_ids=()
+        session_id, TURNS[index], max_new_tokens=REPLY_TOKENS, history=SAID.history(index), eos_token_ids=()
     )
 
 
@@ -97,7 +74,7 @@ def _at(piece: int, action: Callable[[], object]) -> Callable[[LeasedSource, Str
 def _engine(client: Client, *, restore_timeout_s: float = 20.0) -> TransformersEngine:
     plan = RestorePlan.parse("hidden:0,kv:1-2")
     return TransformersEngine(
-        _model(), client, _spec(), plan, restore_timeout_s=restore_timeout_s, settings=SMALL
+        SAID.model, client, SAID.spec, plan, restore_timeout_s=restore_timeout_s, settings=SMALL
     )
 
 
@@ -127,10 +104,10 @@ def test_a_store_that_stands_still_under_a_restore_costs_its_deadline(
         with _engine(client) as patient:
             last = _turn(patient, session_id, 2)
 
-    assert [turn.token_ids, last.token_ids] == _never_dropped()[1:]
+    assert [turn.token_ids, last.token_ids] == SAID.replies[1:]
     assert turn.miss_reason in MISSES
     assert failure is None
-    assert (last.miss_reason, last.reused_token_count) == ("", len(_history(2)))
+    assert (last.miss_reason, last.reused_token_count) == ("", len(SAID.history(2)))
 
 
 @pytest.mark.parametrize("access", ["local", "remote"])
@@ -152,11 +129,11 @@ def test_a_store_that_dies_under_a_restore_and_comes_back(
         end = engine.wait(session_id)
         held = client.sessions.get(f"sessions/{session_id}").token_count
 
-    assert [turn.token_ids, last.token_ids] == _never_dropped()[1:]
+    assert [turn.token_ids, last.token_ids] == SAID.replies[1:]
     assert turn.miss_reason in MISSES
     assert isinstance(failure, CacheError)
-    assert last.reused_token_count == len(_history(1))
-    assert (end, held) == (None, len(_history(3)))
+    assert last.reused_token_count == len(SAID.history(1))
+    assert (end, held) == (None, len(SAID.history(3)))
 
 
 @pytest.mark.parametrize("access", ["local", "remote"])
@@ -172,5 +149,5 @@ def test_a_store_that_is_started_again_between_turns_is_a_hit(
         _wait_until_back(client)
         second = _turn(engine, session_id, 1)
 
-    assert [first.token_ids, second.token_ids] == _never_dropped()[:2]
-    assert (second.miss_reason, second.reused_token_count) == ("", len(_history(1)))
+    assert [first.token_ids, second.token_ids] == SAID.replies[:2]
+    assert (second.miss_reason, second.reused_token_count) == ("", len(SAID.history(1)))

@@ -6,45 +6,20 @@ Every reply is that of a conversation that was never dropped, whatever moved, di
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import cache
 
 import pytest
-import torch
 from server_process import ServerProcess, write_secret
-from sessions import history_of, never_dropped
-from tiny_models import build
-from transformers import PreTrainedModel
+from sessions import Conversation
 
 import ctxcache
 from ctxcache.client import Client, Durability
 from ctxcache.client.routes import Access
-from ctxcache.format.model import ModelSpec
 from gpu_worker.engines.transformers import TransformersEngine
-from gpu_worker.model.spec import model_spec
 from gpu_worker.planning.plan import RestorePlan
 
 REPLY_TOKENS = 3
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5, [11] * 12]
-
-
-@cache
-def _model() -> PreTrainedModel:
-    torch.set_num_threads(1)
-    return build("llama")
-
-
-@cache
-def _spec() -> ModelSpec:
-    return model_spec(_model(), model_id="fleet-turns")
-
-
-@cache
-def _never_dropped() -> list[list[int]]:
-    return never_dropped(_model(), TURNS, REPLY_TOKENS)
-
-
-def _history(turn_count: int) -> list[int]:
-    return history_of(TURNS[:turn_count], _never_dropped())
+SAID = Conversation("fleet-turns", TURNS, REPLY_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +50,15 @@ def clients(servers: list[ServerProcess], request: pytest.FixtureRequest) -> Ite
 
 
 def _engine(client: Client) -> TransformersEngine:
-    return TransformersEngine(_model(), client, _spec(), RestorePlan.parse("hidden:0,kv:1-2"))
+    return TransformersEngine(SAID.model, client, SAID.spec, RestorePlan.parse("hidden:0,kv:1-2"))
 
 
 def _turn(engine: TransformersEngine, session_id: str, index: int) -> int:
     """A turn, whose reply is compared and whose rows are saved; how many tokens it found."""
     turn = engine.turn(
-        session_id, TURNS[index], max_new_tokens=REPLY_TOKENS, history=_history(index), eos_token_ids=()
+        session_id, TURNS[index], max_new_tokens=REPLY_TOKENS, history=SAID.history(index), eos_token_ids=()
     )
-    assert turn.token_ids == _never_dropped()[index]
+    assert turn.token_ids == SAID.replies[index]
     engine.wait(session_id)  # saving goes on behind the reply: a turn elsewhere finds what is saved by then
     return turn.reused_token_count
 
@@ -92,7 +67,7 @@ def test_every_turn_finds_what_the_last_one_saved_elsewhere(clients: list[Client
     """Hidden states, K/V and token ids come from the other host; nothing is computed twice."""
     with _engine(clients[0]) as first, _engine(clients[1]) as second:
         found = [_turn((first, second)[index % 2], session_id, index) for index in range(len(TURNS))]
-    assert found == [0, *(len(_history(index)) for index in range(1, len(TURNS)))]
+    assert found == [0, *(len(SAID.history(index)) for index in range(1, len(TURNS)))]
 
 
 def test_a_session_that_is_written_elsewhere_is_computed_and_not_saved(
@@ -105,7 +80,7 @@ def test_a_session_that_is_written_elsewhere_is_computed_and_not_saved(
         _engine(clients[1]) as second,
     ):
         _turn(first, session_id, 0)
-        handle = writing.sessions.open(f"sessions/{session_id}", writing.models.register(_spec()))
+        handle = writing.sessions.open(f"sessions/{session_id}", writing.models.register(SAID.spec))
         before = handle.refresh()
         with handle.writer(8):
             assert _turn(second, session_id, 1) == 0
@@ -118,12 +93,12 @@ def test_a_store_that_is_gone_costs_nothing_where_the_bucket_has_it(
     """Hidden states, K/V and token ids come out of the bucket, and the reply is the same."""
     with ctxcache.connect(servers[0].target) as one, ctxcache.connect(servers[1].target) as other:
         with TransformersEngine(
-            _model(), one, _spec(), RestorePlan.parse("hidden:0,kv:1-2"), durability=Durability.SHARED
+            SAID.model, one, SAID.spec, RestorePlan.parse("hidden:0,kv:1-2"), durability=Durability.SHARED
         ) as first:
             _turn(first, session_id, 0)
         servers[0].kill9()
         with _engine(other) as second:
-            assert _turn(second, session_id, 1) == len(_history(1))
+            assert _turn(second, session_id, 1) == len(SAID.history(1))
     servers[0].start()
 
 
@@ -137,7 +112,7 @@ def test_a_store_that_is_gone_costs_a_prefill(servers: list[ServerProcess], sess
             begun = time.monotonic()
             assert _turn(second, session_id, 1) == 0
             assert time.monotonic() - begun < 10
-            assert _turn(second, session_id, 2) == len(_history(2))
+            assert _turn(second, session_id, 2) == len(SAID.history(2))
     servers[0].start()
     with ctxcache.connect(servers[0].target) as one, _engine(one) as first:
-        assert _turn(first, session_id, 3) == len(_history(3))
+        assert _turn(first, session_id, 3) == len(SAID.history(3))

@@ -24,12 +24,7 @@ RESTS_S = 3.0
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     """Two authorities; a server's certificate for 127.0.0.1, one for another name, and a client's."""
-    made = Pki(tmp_path_factory.mktemp("pki"))
-    made.authority("ca")
-    made.authority("other")
-    made.issue("server", "ca")
-    made.issue("client", "ca")
-    return made
+    return Pki(tmp_path_factory.mktemp("pki")).with_both_sides()
 
 
 def served(pki: Pki, directory: Path, *options: str, name: str = "server") -> ServerProcess:

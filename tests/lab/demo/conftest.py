@@ -6,15 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from byte_tokenizer import TOKEN_COUNT, byte_tokenizer
+from byte_tokenizer import TOKEN_COUNT, save, save_llama
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
-    PreTrainedModel,
 )
 from typer.testing import CliRunner, Result
 
@@ -23,29 +20,10 @@ from lab.demo.command import demo
 _CONTEXT_TOKENS = 2048
 
 
-def _save(model: PreTrainedModel, directory: Path) -> Path:
-    model.save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random Llama whose four heads share two KV heads."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=TOKEN_COUNT,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=_CONTEXT_TOKENS,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return _save(LlamaForCausalLM(config), tmp_path_factory.mktemp("models") / "tiny-llama")
+    return save_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="session")
@@ -65,14 +43,14 @@ def tiny_opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=None,
         pad_token_id=None,
     )
-    return _save(OPTForCausalLM(config), tmp_path_factory.mktemp("models") / "tiny-opt")
+    return save(OPTForCausalLM(config), tmp_path_factory.mktemp("models") / "tiny-opt")
 
 
 @pytest.fixture(scope="session")
 def tiny_bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model of a family that is not supported."""
     config = BloomConfig(vocab_size=TOKEN_COUNT, hidden_size=32, n_layer=1, n_head=2)
-    return _save(BloomForCausalLM(config), tmp_path_factory.mktemp("models") / "tiny-bloom")
+    return save(BloomForCausalLM(config), tmp_path_factory.mktemp("models") / "tiny-bloom")
 
 
 @pytest.fixture(autouse=True)
