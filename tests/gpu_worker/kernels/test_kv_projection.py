@@ -101,13 +101,15 @@ def test_sizes_that_fill_no_block(token_count: int, size: int) -> None:
     _compare(NormKind.LAYER, torch.float32, token_count=token_count, size=size)
 
 
-@pytest.mark.parametrize("piece_tokens", [1, 16, 36, 37, 38])
+@pytest.mark.parametrize(("token_count", "piece_tokens"), [(5, 1), (37, 16), (37, 36), (37, 37), (37, 38)])
 @pytest.mark.parametrize("bits", [0, 8])
-def test_a_product_in_pieces(piece_tokens: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """37 tokens, the last piece shorter, whole or all there is: each token's own position and slot."""
+def test_a_product_in_pieces(
+    token_count: int, piece_tokens: int, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token each, the last piece shorter, whole or all there is: each token's own position and slot."""
     columns = sum(count * size for count, size in ((2, 16), (3, 20)))
     monkeypatch.setattr(fused, "PIECE_BYTES", piece_tokens * columns * 4 + 3)
-    _compare(NormKind.RMS, torch.float32, bits=bits)
+    _compare(NormKind.RMS, torch.float32, bits=bits, token_count=token_count)
 
 
 def test_a_norm_per_head() -> None:
