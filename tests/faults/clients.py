@@ -50,7 +50,6 @@ STALLED_READER_BYTES = 3 << 20
 
 A message of 1 MiB, made, copied and on its way.
 """
-THAWS = 2
 THIEVES = 2
 
 
@@ -82,7 +81,7 @@ def frozen_clients(bench: Bench) -> None:
 
 def thawed_clients(bench: Bench) -> None:
     """A client that is frozen until it is given up, and goes on over others' rows, believes none of them."""
-    for _ in range(THAWS):
+    for _ in range(bench.options.thaws):
         with child(
             "copier", "copies", bench.server.target, bench.names[0], bench.options.control or ""
         ) as copier:
@@ -319,6 +318,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scenarios", nargs="*", choices=list(SCENARIOS), help="which; all without it")
     parser.add_argument("--stalled", type=int, default=60, help="readers that take nothing; long run 1000")
+    parser.add_argument("--thaws", type=int, default=2, help="clients over gRPC that are frozen and thawed")
     parser.add_argument("--cancels", type=int, default=150, help="appends given up; long run 10000")
 
 

@@ -8,7 +8,7 @@ from tests.faults.controls import arguments
 
 def test_clients_that_misbehave_harm_nobody() -> None:
     """Every scenario, in a short form."""
-    report = HARNESS.execute(["--stalled", "30", "--cancels", "40"])
+    report = HARNESS.execute(["--stalled", "30", "--cancels", "40", "--thaws", "1"])
 
     assert report.findings == []
 
