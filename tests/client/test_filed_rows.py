@@ -237,7 +237,7 @@ def test_what_is_leased_keeps_its_place_when_its_session_goes(live: LiveServer, 
         assert sum(used) > 0
         assert_same(read_all(rows), range(TOKEN_COUNT))
     client.sessions.get("sessions/b")
-    live.until(lambda server: len(server.cache.leases._leases) == 0)
+    live.until(lambda server: server.cache.leases.lease_count == 0)
     client.sessions.open("sessions/b").delete()
     assert sum(live.ask(lambda server: server.cache.ledger.below.used_bytes_by_path)) == 0
 
@@ -247,8 +247,8 @@ def _reused(live: LiveServer, client: Client) -> None:
     before = set(slots_of(live))
 
     def release_all(server: Server) -> None:
-        for lease_id in list(server.cache.leases._leases):
-            server.cache.leases.release(lease_id)
+        for lease in list(server.cache.leases.leases()):
+            server.cache.leases.release(lease.lease_id)
 
     live.ask(release_all)
     client.sessions.open(NAME).delete()

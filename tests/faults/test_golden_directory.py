@@ -5,6 +5,7 @@ It opens and reads right, for as long as the format is the same.
 
 import json
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,11 +40,11 @@ def golden(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def server(golden: Path, *names: str) -> ServerProcess:
+def server(golden: Path, *names: str, options: Sequence[str] = ()) -> ServerProcess:
     """A server over it, its SSD directories in this order."""
     ssd = [part for name in names for part in ("--ssd-directories", str(golden / name))]
     own = ("--ssd-size-bytes", str(SSD_SIZE_BYTES), "--arena-directory", str(golden / "shm"))
-    return ServerProcess(golden / "data", *ssd, *own)
+    return ServerProcess(golden / "data", *ssd, *own, *options)
 
 
 def wrong_sessions(running: ServerProcess) -> list[str]:

@@ -125,8 +125,7 @@ def test_a_server_does_it_at_the_start_where_it_is_told_to(stored: Path) -> None
     ]
     command += [part for name in SSD_NAMES for part in ("--ssd-directories", str(stored / name))]
     said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    again = server(stored, *SSD_NAMES)
-    again._options = (*again._options, "--rebuild-metadata", "true")
+    again = server(stored, *SSD_NAMES, options=("--rebuild-metadata", "true"))
     with again:
         wrong = wrong_sessions(again)
 
@@ -217,8 +216,7 @@ def test_a_rebuild_that_is_killed_is_made_again(stored: Path, step: str) -> None
     killed = subprocess.run(command, check=False, capture_output=True, text=True)
     with suppress(ServerDidNotStart), server(stored, *SSD_NAMES) as running:
         running.terminate()
-    again = server(stored, *SSD_NAMES)
-    again._options = (*again._options, "--rebuild-metadata", "true")
+    again = server(stored, *SSD_NAMES, options=("--rebuild-metadata", "true"))
     with again:
         wrong = wrong_sessions(again)
 
