@@ -7,6 +7,8 @@
     stay         lease and release at the owner, pairs with a store that is alone: ratio of the medians
     move         look-up to answer of a one-token session at another store: head, yield, change, arrival
     rows         a session of 64 MiB, and of 1 GiB with --large, beside a bare TCP socket on the same machine
+    prefix       64 MiB of a prompt without a name, by a router's word, beside a bare socket; and a look-up of
+                 4,096 tokens that no store has, beside one of as many where the bucket is not asked
     shared       64 MiB committed as SHARED, and back from the bucket, beside the same bytes put and read bare
     killed       the next turn's added wait, when the owner refuses connections
     frozen       the same, when it takes them and says nothing
@@ -57,6 +59,8 @@ class Hosts:
             "--fleet-bucket": bucket or f"file://{directory}/bucket",
             "--fleet-secret-file": str(secret),
             "--fleet-beat-s": "1",
+            # Prefixes come whatever they take: the time is what is measured.
+            "--prefill-tokens-per-s": "100",
         }
         self._directory, self._size_bytes, self._held = directory, size_bytes, held
         self._count = 0
@@ -179,6 +183,38 @@ def rows(hosts: Hosts, first: EmbeddedStore, second: EmbeddedStore, size_bytes: 
     }
 
 
+def prefix(hosts: Hosts, first: EmbeddedStore, second: EmbeddedStore, size_bytes: int) -> dict[str, object]:
+    """A prompt without a name comes, beside as many bytes over a socket; and one that nobody has."""
+    rates, bare, draw = [], [], np.random.default_rng(1)
+    count, model = size_bytes // (64 << 10), hosts.models[second]["large"]
+    source = next(node.address for node in first.client.admin.fleet().nodes if node.is_self)
+    for _ in range(5):
+        tokens = draw.integers(1, 1 << 30, count, dtype=np.int32)
+        session = first.client.sessions.create(hosts.models[first]["large"])
+        session.append({TOKENS: tokens, OPAQUE: np.zeros((count, 64 << 10), np.uint8)})
+        begun = time.perf_counter()
+        found = second.client.prefixes.match(model, tokens, source=source)
+        rates.append(size_bytes / (time.perf_counter() - begun) / 1e9)
+        assert found.token_count == count  # noqa: S101  what is measured
+        bare.append(size_bytes / _bare_socket_s(size_bytes) / 1e9)
+        session.delete()
+    small, took = hosts.models[second]["small"], {4096: list[float](), 2000: list[float]()}
+    for _ in range(MOVES):
+        for asked, times in took.items():
+            tokens = draw.integers(1, 1 << 30, asked, dtype=np.int32)
+            begun = time.perf_counter()
+            second.client.prefixes.match(small, tokens)
+            times.append((time.perf_counter() - begun) * 1e3)
+    return {
+        f"{size_bytes >> 20} MiB of a prompt come": spread(rates, "GB/s"),
+        f"{size_bytes >> 20} MiB of a prompt, of a bare socket": spread(
+            [rate / other for rate, other in zip(rates, bare, strict=True)], "times"
+        ),
+        "look-up of 4,096 tokens that nobody has": spread(took[4096], "ms"),
+        "the same of 2,000, which asks no bucket": spread(took[2000], "ms"),
+    }
+
+
 def shared(hosts: Hosts, store: EmbeddedStore, bucket: str, size_bytes: int) -> dict[str, object]:
     """A large session is put into the bucket, leaves its host, and comes back."""
     model, put, back = hosts.models[store]["large"], [], []
@@ -297,6 +333,7 @@ def main() -> None:
                 **rows(hosts, first, second, 64 * MIB),
                 **rows(hosts, first, second, 1024 * MIB),
             }
+        results["prefix"] = prefix(hosts, first, second, 64 * MIB)
         results["shared"] = shared(hosts, first, hosts.fleet_options["--fleet-bucket"], 64 * MIB)
         results["killed"] = lost(hosts, first, second, first.kill, lambda: hosts.start(first))
         results["frozen"] = lost(

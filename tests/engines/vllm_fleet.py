@@ -19,6 +19,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ctxcache.fleet.peers import SILENT_S
+from gpu_worker.engines.vllm.handover import KEY
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import Reply, VllmEngine
 from tests.engines.vllm_kills import words
@@ -158,3 +160,27 @@ def test_a_host_that_hangs_or_dies_costs_its_rows(fleet: Fleet) -> None:
             fleet.stores[0].signal(signal.SIGCONT)
     fleet.stores[0].kill9()
     fleet.stores[0].start()
+    # It is asked again, and its engine uses it again.
+    time.sleep(SILENT_S)
+    deadline = time.monotonic() + 60
+    while fleet.turn(1, prompt, None, remote_kv_source=source).cached_count == 0:
+        assert time.monotonic() < deadline
+        prompt = words(fleet.draw, FIRST)
+        fleet.turn(0, prompt, None)
+
+
+@pytest.mark.parametrize("session", [None, "carol"])
+def test_a_prompt_that_one_host_computed_is_answered_by_another(fleet: Fleet, session: str | None) -> None:
+    """Its rows come with the hand-over's words."""
+    cached = list[int]()
+    for number in range(4):
+        prompt = words(fleet.draw, FIRST)
+        name = session and f"{session}{number}"
+        first = fleet.engines[0].ask(
+            {"prompt": prompt, "session": name, "count": 1, "says": {"do_remote_decode": True}}
+        )[0]
+        # With all that it says vLLM counts what the first engine found, and not what the second one restores.
+        says = {key: said for key, said in (first.says or {}).items() if key.startswith(KEY)}
+        assert says
+        cached.append(fleet.turn(1, prompt, name, **says).cached_count)
+    assert cached == [FIRST - 1] * 4

@@ -381,6 +381,8 @@ def test_words_that_no_engine_said_are_left_alone(sides: Sides) -> None:
         good | {"token_count": "9"},
         good | {"rank_count": -1},
         good | {"rank_count": 1.5},
+        good | {"engine_host": 7},
+        good | {"engine_host": "x" * 256},
         {},
     ]
     for number, parts in enumerate(wrong):

@@ -20,14 +20,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
-from ctxcache.client import Durability, connect
-from ctxcache.errors import CacheError
+import numpy as np
+
+from ctxcache.client import OPAQUE, TOKENS, Durability, connect
+from ctxcache.errors import CacheError, InvalidArgument
 from tests.fleet import seaweed
 from tests.fleet.bucket_proxy import BucketProxy, PeerProxy
-from tests.fleet.stores import BEAT_S, SPEC, Stores, User, WrongRows
+from tests.fleet.stores import BEAT_S, SPEC, Stores, User, WrongRows, rows_of
 from tests.server_process import ServerDidNotStart
 
 CLIENT_TIMEOUT_S = 4.0
@@ -36,6 +39,8 @@ SLOWEST_TURN_S = 20.0
 PAUSE_S = 0.05
 SETTLED_S = 4.0
 SHARED_TURNS = 0.3
+PROMPTS, PROMPT_TURNS, PROMPT_TOKENS, PROMPT_TTL = 6, 0.2, 3000, timedelta(seconds=20)
+"""Prompts without a name that all users ask, how often they do, how long those are, and are kept."""
 PATIENCE_S = 10.0
 FAULTS = (
     "kill",
@@ -63,6 +68,8 @@ class Cluster:
             self.stores.add_process(
                 *("--fleet-address", f"127.0.0.1:{self.peer_proxies[number].port}"),
                 *("--arena-size-bytes", "64MiB", "--ssd-size-bytes", "128MiB", "--fleet-patience-s", "0.5"),
+                # Engines so slow that whatever another host has of a prompt is worth its way.
+                *("--prefill-tokens-per-s", "2000"),
                 environment=seaweed.VARIABLES
                 | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.bucket_proxies[number].port}"},
             )
@@ -179,7 +186,9 @@ class Crowd:
         store, begun = draw.randrange(len(self.cluster.stores.processes)), time.monotonic()
         before = len(user.tokens)
         try:
-            if before and draw.random() < 0.02:
+            if draw.random() < PROMPT_TURNS:
+                self._prompt(store, draw)
+            elif before and draw.random() < 0.02:
                 user.delete(store)
                 self.counts["deleted"] += 1
             else:
@@ -198,11 +207,41 @@ class Crowd:
                 self.counts["tokens computed again"] += before - found
         except WrongRows as error:
             self.wrong.append(str(error))
+        except InvalidArgument as error:
+            # No fault makes a right call a wrong one.
+            self.wrong.append(f"{user.name} at store {store}: {error}")
         except CacheError as error:
             self.counts[f"refused: {error.reason}"] += 1
         except Exception as error:  # noqa: BLE001  a thread that ends in silence would find nothing any more
             self.wrong.append(repr(error))
         self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
+
+    def _prompt(self, number: int, draw: random.Random) -> None:
+        """A request without a name: what any store has of its prompt is compared, the rest is computed."""
+        stores = self.cluster.stores
+        client, model = stores.clients[number], stores.models[number]
+        # Prompts part somewhere: what comes for one is the beginning of another.
+        own = draw.randrange(PROMPTS)
+        tokens, rows = (
+            np.concatenate(parts)
+            for parts in zip(
+                rows_of("prompt", 0, PROMPT_TOKENS // 2),
+                rows_of(f"prompt {own}", 0, PROMPT_TOKENS),
+                strict=True,
+            )
+        )
+        # A router's word, which may be wrong.
+        source = f"127.0.0.1:{draw.choice(self.cluster.peer_proxies).port}" if draw.random() < 0.5 else ""
+        session = client.sessions.create(model, ttl=PROMPT_TTL)
+        found = session.adopt(tokens, source=source).token_count
+        if found:
+            with session.read() as read:
+                is_right = np.array_equal(read.array(TOKENS).view(np.int32).reshape(-1), tokens[:found])
+                if not (is_right and np.array_equal(read.array(OPAQUE), rows[:found])):
+                    raise WrongRows(f"prompt {own} at store {number}: {found} tokens")
+        session.append({TOKENS: tokens[found:], OPAQUE: rows[found:]})
+        self.counts["prompts without a name"] += 1
+        self.counts["tokens of such prompts found"] += found
 
     def _found(self, user: User, number: int) -> int:
         # A machine under load answers late, and what is not heard of in time is computed: no loss.
@@ -250,7 +289,9 @@ def run(directory: Path, *, stores: int, users: int, faults: int, seed: int) -> 
             time.sleep(6 * BEAT_S)
             crowd.check()
         for client in cluster.stores.clients:
-            crowd.counts["sessions out of the bucket"] += client.admin.fleet().restored_session_count
+            view = client.admin.fleet()
+            crowd.counts["sessions out of the bucket"] += view.restored_session_count
+            crowd.counts["prefixes that came from other stores"] += view.borrowed_prefix_count
     if crowd.slowest_s > SLOWEST_TURN_S:
         raise WrongRows(f"a turn took {crowd.slowest_s:.1f} s")
     return crowd

@@ -721,7 +721,7 @@ class Claims:
                 return
         raise NoAnswer(f"the record of {node} changes all the while")
 
-    async def beat(self, *, is_leaving: bool = False) -> bool:
+    async def beat(self) -> bool:
         """Write this node's record, and give up what it says was taken. Raises NoAnswer.
 
         False: another process has this node's name, and this one has to end.
@@ -746,7 +746,6 @@ class Claims:
                 self.address,
                 beat,
                 self._nonce(),
-                is_leaving=is_leaving,
                 hosts=tuple(self.hosts)[-HOSTS_LIMIT:],
             )
             body = self._secret.write(made)

@@ -85,8 +85,7 @@ class NodeRecord:
     """Where a host's store is reached, as of its last beat. It gives no right to anything.
 
     `taken`: paths of heads that others took over while this node did not answer; None: too many to be listed.
-    `is_leaving`: the store was told to give up its place in the fleet. `hosts`: those of engines beside it,
-    as routers call them.
+    `hosts`: those of engines beside it, as routers call them.
     """
 
     node: str
@@ -95,7 +94,6 @@ class NodeRecord:
     beat: int
     nonce: str
     taken: tuple[str, ...] | None = ()
-    is_leaving: bool = False
     hosts: tuple[str, ...] = ()
 
     def with_taken(self, path: str, nonce: str) -> "NodeRecord":

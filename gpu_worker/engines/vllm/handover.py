@@ -16,7 +16,7 @@ from ctxcache.format.ids import SESSION_ID
 # The parameters of a reply, with NixlConnector's names first, which proxies look at:
 #
 #     do_remote_prefill, do_remote_decode, remote_engine_id, remote_request_id, remote_num_tokens
-#     ctxcache@127.0.0.1:7420 = {session, token_count, rank_count}
+#     ctxcache@127.0.0.1:7420 = {session_name, token_count, rank_count, engine_host}
 #
 # Behind MultiConnector only the second line: two connectors with one key would end vLLM's engine, and the
 # store's address is in the key since an engine may have several stores.
@@ -27,6 +27,7 @@ KEY = "ctxcache@"
 #     prompt of 70 tokens, blocks of 32     0 .. 31   32 .. 63   64 .. 69, 26 times NO_TOKEN
 #     whoever saves more of it              keeps the first two blocks, and saves the third anew
 NO_TOKEN = -1
+HOST_LIMIT = 255
 
 
 class HandOver(NamedTuple):
@@ -37,6 +38,8 @@ class HandOver(NamedTuple):
     """Tokens of the prompt that its session will have."""
     rank_count: int
     """Ranks of the engine that computed it: the session of each has its part."""
+    engine_host: str = ""
+    """The host of that engine, by which a fleet's stores know the one beside it."""
 
     def parameters(self, target: str) -> dict[str, Any]:
         """As `kv_transfer_params` say it, of the store at `target`."""
@@ -62,4 +65,7 @@ def read(parameters: Mapping[str, Any], target: str) -> HandOver | None:
     token_count, rank_count = (count if type(count) is int else 0 for count in counts)
     if token_count < 1 or rank_count < 1:
         raise ValueError(f"{KEY}{target}: token_count and rank_count are {str(counts)[:80]}")
-    return HandOver(name, token_count, rank_count)
+    host = said.get("engine_host", "")
+    if not isinstance(host, str) or len(host) > HOST_LIMIT:
+        raise ValueError(f"{KEY}{target}: engine_host is {str(host)[:80]!r}")
+    return HandOver(name, token_count, rank_count, host)

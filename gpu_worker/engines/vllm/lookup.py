@@ -11,7 +11,7 @@ An engine that does not save makes no session that others would find. A session 
 have stands in for theirs, for a minute. Worst case: `timeout_s` for each call.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -84,7 +84,7 @@ class Lookup:
     def __init__(self, settings: ConnectorSettings, role: Role, unit_tokens: int, misses: Misses) -> None:
         """`unit_tokens`: sessions are cut after a multiple of so many tokens."""
         self._saved, self._role, self._unit_tokens, self._misses = settings.saved, role, unit_tokens, misses
-        self._engine_host = get_ip()
+        self.engine_host = get_ip()
         """As routers call the engine."""
         self._ttl = None if settings.ttl_s is None else timedelta(seconds=settings.ttl_s)
 
@@ -165,8 +165,8 @@ class Lookup:
                 asked.prompt,
                 salt=asked.salt,
                 layout=layout,
-                source=asked.source,
-                engine_host=self._engine_host,
+                source=asked.source or self._source_of(asked.handed),
+                engine_host=self.engine_host,
             ).token_count
             > 0
         )
@@ -186,28 +186,14 @@ class Lookup:
         handed = asked.handed
         if handed is None:
             return None
-        if handed.rank_count != len(models):
-            ranks = f"{handed.rank_count} ranks computed it, and this engine has {len(models)}"
-            problem = f"{ranks}: their blocks hold other heads; state=kv or hidden knows no ranks"
-            refused = InvalidArgument(field="kv_transfer_params", problem=problem)
-            self._misses.tell(handed.session_name, "not handed over", refused)
+        try:
+            sessions = list(self._handed_sessions(client, models, handed, asked.salt))
+        except (SessionNotFound, ModelFingerprintMismatch, SessionMoved, InvalidArgument) as error:
+            # A session that another host has just made is known to the fleet within moments.
+            if may_wait and isinstance(error, SessionNotFound) and self._is_elsewhere(handed):
+                return Coming(0, is_being_appended=False)
+            self._misses.tell(handed.session_name, "not handed over", error)
             return None
-        sessions: list[SessionInfo] = []
-        for rank, model in enumerate(models):
-            name = handed.session_name
-            if rank:
-                name = f"sessions/{part_of(name.removeprefix('sessions/'), rank)}"
-            try:
-                session = client.sessions.get(name)
-                model.check(session)
-            except (SessionNotFound, ModelFingerprintMismatch, SessionMoved) as error:
-                self._misses.tell(name, "not handed over", error)
-                return None
-            if session.salt != asked.salt:
-                salted = InvalidArgument(field="cache_salt", problem="the prompt was computed under another")
-                self._misses.tell(name, "not handed over", salted)
-                return None
-            sessions.append(session)
         there = min(session.token_count for session in sessions)
         if may_wait and there < min(handed.token_count, len(asked.prompt) - 1):
             return Coming(there, any(session.is_being_appended for session in sessions))
@@ -218,6 +204,31 @@ class Lookup:
         # A block that is not full is of use where all of it is there.
         is_there = kept == common or all(len(ids) >= kept + self._unit_tokens for ids in tokens)
         return _opened([session for session, _ in read], tokens, kept, common if is_there else kept)
+
+    def _handed_sessions(
+        self, client: Client, models: Sequence[CallerModel], handed: HandOver, salt: bytes
+    ) -> Iterator[SessionInfo]:
+        """Each rank's session. Raises InvalidArgument where it is of no use here, and what a look raises."""
+        if handed.rank_count != len(models):
+            ranks = f"{handed.rank_count} ranks computed it, and this engine has {len(models)}"
+            problem = f"{ranks}: their blocks hold other heads; state=kv or hidden knows no ranks"
+            raise InvalidArgument(field="kv_transfer_params", problem=problem)
+        for rank, model in enumerate(models):
+            name = handed.session_name
+            if rank:
+                name = f"sessions/{part_of(name.removeprefix('sessions/'), rank)}"
+            session = client.sessions.get(name)
+            model.check(session)
+            if session.salt != salt:
+                raise InvalidArgument(field="cache_salt", problem="the prompt was computed under another")
+            yield session
+
+    def _is_elsewhere(self, handed: HandOver) -> bool:
+        """Whether an engine of another host handed it over."""
+        return handed.engine_host not in ("", self.engine_host)
+
+    def _source_of(self, handed: HandOver | None) -> str:
+        return handed.engine_host if handed is not None and self._is_elsewhere(handed) else ""
 
     def _wanted_count(self, prompt: Sequence[int]) -> int:
         """Tokens of a prompt that can be of use: its last one is computed."""

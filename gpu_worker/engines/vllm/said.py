@@ -15,7 +15,7 @@ from ctxcache.client.types import HintAction
 from ctxcache.format.ids import Labels, checked_labels
 from gpu_worker.engines.names import session_id
 from gpu_worker.engines.vllm import handover
-from gpu_worker.engines.vllm.handover import HandOver
+from gpu_worker.engines.vllm.handover import HOST_LIMIT, HandOver
 from gpu_worker.engines.vllm.hints import HintTeller, hints_of
 from gpu_worker.engines.vllm.settings import labels_of
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.ctxcache")
-HOST_LIMIT = 255
 
 
 @dataclass(frozen=True, slots=True)

@@ -325,7 +325,7 @@ class SchedulerSide:
             count = min(count, followed.saved_end)
         if not (followed.is_prefill and is_answered(request) and count):
             return None
-        handed = HandOver(followed.session_name, count, self._rank_count)
+        handed = HandOver(followed.session_name, count, self._rank_count, self._lookup.engine_host)
         parameters = handed.parameters(self._settings.target)
         if self._is_alone:
             parameters |= {
