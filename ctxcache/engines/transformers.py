@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from gpu_worker.engines.transformers import Rerendered, TransformersEngine, Turn
     from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
     from gpu_worker.engines.transformers_host import HostCache
+    from gpu_worker.model.proof import adapt
     from gpu_worker.model.spec import model_spec, spec_from_directory
     from gpu_worker.planning.plan import Method, RestorePlan
 
@@ -22,6 +23,7 @@ __all__ = [
     "TransformersEngine",
     "Turn",
     "TurnRequest",
+    "adapt",
     "model_spec",
     "next_history",
     "spec_from_directory",
@@ -34,6 +36,7 @@ __getattr__ = lazily(
         "gpu_worker.engines.transformers": ("Rerendered", "TransformersEngine", "Turn"),
         "gpu_worker.engines.transformers_batch": ("TransformersBatchEngine", "TurnRequest"),
         "gpu_worker.engines.transformers_host": ("HostCache",),
+        "gpu_worker.model.proof": ("adapt",),
         "gpu_worker.model.spec": ("model_spec", "spec_from_directory"),
         "gpu_worker.planning.plan": ("Method", "RestorePlan"),
     },

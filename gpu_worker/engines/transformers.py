@@ -38,6 +38,7 @@ from gpu_worker.engines.transformers_renderings import KEPT, RUN_TOKENS, Renderi
 from gpu_worker.engines.transformers_restoring import Restoring, SessionRestorer
 from gpu_worker.engines.transformers_sessions import DAMAGED, MISSES, cut, emptied, stand_in, tokens_of
 from gpu_worker.errors import IncompleteRestore, RestoreFailed
+from gpu_worker.families import Adapter
 from gpu_worker.families.generation import (
     PREFILL_PIECE_TOKENS,
     SINK_TOKENS,
@@ -251,7 +252,7 @@ class TransformersEngine(Closing):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Adapter,
         client: Client,
         spec: ModelSpec,
         plan: RestorePlan | None = None,
@@ -268,7 +269,9 @@ class TransformersEngine(Closing):
         labels: Mapping[str, str] | None = None,
         renderings: int = KEPT,
     ) -> None:
-        """`plan` says what is saved and how it comes back; without one, a planner does, from `profile` on.
+        """`model`: a loaded one, or what `adapt` made of it since its last change: it is not proven twice.
+
+        `plan` says what is saved and how it comes back; without one, a planner does, from `profile` on.
 
         `expected`: how sessions are expected back, which decides what is saved of new ones. By default,
         each comes back once with half a window. Packed kinds are used where `spec` lists them: that is how
@@ -288,8 +291,9 @@ class TransformersEngine(Closing):
             plan.check(spec)
         elif profile is None:
             raise InvalidArgument(field="plan", problem="neither a plan nor a profile to plan by")
-        # The loaded model proves its rows here: a failure comes before a session is touched.
-        self._adapter = adapt(model)
+        # A loaded model proves its rows here: a failure comes before a session is touched.
+        self._adapter = model if isinstance(model, Adapter) else adapt(model)
+        model = self._adapter.model
         self._model, self._client, self._spec = model, client, spec
         self._window = window or context_window(model)
         packed_kinds = frozenset(stream.stream.kind for stream in spec.streams) & set(LOSSY_KINDS)

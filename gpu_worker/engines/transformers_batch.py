@@ -29,7 +29,7 @@ from gpu_worker.engines.transformers_packed import ATTENTION, PackedModel, Seque
 from gpu_worker.engines.transformers_restoring import Restoring
 from gpu_worker.engines.transformers_sessions import DAMAGED, MISSES
 from gpu_worker.errors import RestoreFailed
-from gpu_worker.families.adapter import refuse
+from gpu_worker.families.adapter import Adapter, refuse
 from gpu_worker.families.generation import Capture, end_token_ids, prefill
 from gpu_worker.pipeline.planned import Choice, Wanted
 from gpu_worker.planning.plan import RestorePlan
@@ -152,7 +152,7 @@ class TransformersBatchEngine(TransformersEngine):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Adapter,
         client: Client,
         spec: ModelSpec,
         plan: RestorePlan | None = None,
@@ -164,11 +164,12 @@ class TransformersBatchEngine(TransformersEngine):
         """
         if settings.get("holds_on_host"):
             raise InvalidArgument(field="holds_on_host", problem="such a cache holds one sequence at a time")
-        self._model_turns, self._own_attention = _TurnsOfModel(), _attention_of(model)
+        loaded = model.model if isinstance(model, Adapter) else model
+        self._model_turns, self._own_attention = _TurnsOfModel(), _attention_of(loaded)
         super().__init__(model, client, spec, plan, **settings)
         try:
-            with _keeping_attention(model):
-                self._packed = PackedModel(model)
+            with _keeping_attention(loaded):
+                self._packed = PackedModel(loaded)
             self._check_shapes()
         except BaseException:
             self.close()

@@ -52,6 +52,12 @@ def history_of(turns: Sequence[Sequence[int]], replies: Sequence[Sequence[int]])
     return [token for turn, reply in zip(turns, replies, strict=False) for token in (*turn, *reply)]
 
 
+def made_once() -> tuple[Callable[[str], PreTrainedModel], Callable[[str], Adapter]]:
+    """Two functions of a tiny model's name, for a module's own: its model, and what that has proven."""
+    model = cache(build)
+    return model, cache(lambda name: adapt(model(name)))
+
+
 @dataclass(frozen=True)
 class Conversation:
     """A conversation with a tiny Llama whose cache stays where it is: what other caches must say too."""
@@ -65,6 +71,11 @@ class Conversation:
         """The model, the same for all turns."""
         torch.set_num_threads(1)
         return build("llama")
+
+    @cached_property
+    def adapter(self) -> Adapter:
+        """What the model has proven."""
+        return adapt(self.model)
 
     @cached_property
     def spec(self) -> ModelSpec:

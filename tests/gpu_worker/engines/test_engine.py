@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from server_process import ServerProcess
+from sessions import made_once
 from stored_model import stored_model
-from tiny_models import build
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 import ctxcache
 from ctxcache.client import Client
@@ -31,9 +31,7 @@ REPLY_TOKENS = 12
 TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
 
 
-@cache
-def _model(name: str) -> PreTrainedModel:
-    return build(name)
+_model, _adapter = made_once()
 
 
 @cache
@@ -77,7 +75,7 @@ def _turn(
 ) -> Turn:
     """One turn by an engine that lives for it alone."""
     plan = RestorePlan.uniform(method, _spec(name).layer_count)
-    with TransformersEngine(_model(name), client, _spec(name), plan, window=window) as engine:
+    with TransformersEngine(_adapter(name), client, _spec(name), plan, window=window) as engine:
         turn = engine.turn(
             session_id, new_ids, max_new_tokens=REPLY_TOKENS, history=history, on_token=on_token
         )

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from server_process import ServerProcess
-from tiny_models import build
-from transformers import DynamicCache, PreTrainedModel
+from sessions import made_once
+from transformers import DynamicCache
 
 import ctxcache
 from ctxcache.client import Client
@@ -36,9 +36,7 @@ PROMPTS = {
 """Two turns each, of other lengths, so that prompts and replies share passes."""
 
 
-@cache
-def _model(name: str) -> PreTrainedModel:
-    return build(name)
+_model, _adapter = made_once()
 
 
 @cache
@@ -65,7 +63,7 @@ def _requests(turn: int, prefix: str) -> list[TurnRequest]:
 
 def _engine(client: Client, name: str, method: Method = Method.KV) -> TransformersBatchEngine:
     plan = RestorePlan.uniform(method, _spec(name).layer_count)
-    return TransformersBatchEngine(_model(name), client, _spec(name), plan)
+    return TransformersBatchEngine(_adapter(name), client, _spec(name), plan)
 
 
 @pytest.fixture(scope="module")

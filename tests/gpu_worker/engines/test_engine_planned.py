@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+from sessions import made_once
 from stored_model import stored_model
-from tiny_models import build
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 import ctxcache
 from ctxcache.client import CallerModel, Client, SessionHandle, SessionRows
@@ -44,9 +44,7 @@ TURNS = [list(range(5, 75)), [3, 4, 5] * 9, [9, 8, 7, 60] * 5]
 SMALL = PipelineSettings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_poisoned=True)
 
 
-@cache
-def _model(name: str) -> PreTrainedModel:
-    return build(name)
+_model, _adapter = made_once()
 
 
 @cache
@@ -73,7 +71,7 @@ def _history(name: str, turn_count: int) -> list[int]:
 
 def _engine(client: Client, name: str, hardware: str = "cpu") -> TransformersEngine:
     return TransformersEngine(
-        _model(name), client, _spec(name), profile=known_profile(hardware), settings=SMALL
+        _adapter(name), client, _spec(name), profile=known_profile(hardware), settings=SMALL
     )
 
 

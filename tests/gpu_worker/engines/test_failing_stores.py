@@ -74,7 +74,7 @@ def _at(piece: int, action: Callable[[], object]) -> Callable[[LeasedSource, Str
 def _engine(client: Client, *, restore_timeout_s: float = 20.0) -> TransformersEngine:
     plan = RestorePlan.parse("hidden:0,kv:1-2")
     return TransformersEngine(
-        SAID.model, client, SAID.spec, plan, restore_timeout_s=restore_timeout_s, settings=SMALL
+        SAID.adapter, client, SAID.spec, plan, restore_timeout_s=restore_timeout_s, settings=SMALL
     )
 
 

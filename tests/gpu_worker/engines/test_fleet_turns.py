@@ -50,7 +50,7 @@ def clients(servers: list[ServerProcess], request: pytest.FixtureRequest) -> Ite
 
 
 def _engine(client: Client) -> TransformersEngine:
-    return TransformersEngine(SAID.model, client, SAID.spec, RestorePlan.parse("hidden:0,kv:1-2"))
+    return TransformersEngine(SAID.adapter, client, SAID.spec, RestorePlan.parse("hidden:0,kv:1-2"))
 
 
 def _turn(engine: TransformersEngine, session_id: str, index: int) -> int:
@@ -93,7 +93,7 @@ def test_a_store_that_is_gone_costs_nothing_where_the_bucket_has_it(
     """Hidden states, K/V and token ids come out of the bucket, and the reply is the same."""
     with ctxcache.connect(servers[0].target) as one, ctxcache.connect(servers[1].target) as other:
         with TransformersEngine(
-            SAID.model, one, SAID.spec, RestorePlan.parse("hidden:0,kv:1-2"), durability=Durability.SHARED
+            SAID.adapter, one, SAID.spec, RestorePlan.parse("hidden:0,kv:1-2"), durability=Durability.SHARED
         ) as first:
             _turn(first, session_id, 0)
         servers[0].kill9()

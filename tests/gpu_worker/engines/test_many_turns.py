@@ -12,9 +12,10 @@ import pytest
 import torch
 from kept_sessions import Kept, fresh
 from server_process import ServerProcess
+from sessions import made_once
 from stored_model import stored_model
-from tiny_models import VOCABULARY_SIZE, build
-from transformers import Cache, PreTrainedModel
+from tiny_models import VOCABULARY_SIZE
+from transformers import Cache
 
 import ctxcache
 from ctxcache.client import Client
@@ -65,9 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield running
 
 
-@cache
-def _model(name: str) -> PreTrainedModel:
-    return build(name)
+_model, _adapter = made_once()
 
 
 @cache
@@ -193,7 +192,7 @@ class _Walk:
         profile = self._profile()
         self.story.append(f"by {text or profile}")
         return _Engine(
-            self._model,
+            _adapter(self._name),
             client,
             self._spec,
             RestorePlan.parse(text) if text else None,

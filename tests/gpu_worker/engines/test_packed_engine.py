@@ -21,7 +21,9 @@ from ctxcache.format.packing import LOSSES_NATS, LOSSY_KINDS, PACKINGS
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
 from gpu_worker.errors import RowNotRepresentable
+from gpu_worker.families import Adapter
 from gpu_worker.forms.rows import widen
+from gpu_worker.model.proof import adapt
 from gpu_worker.model.spec import model_spec
 from gpu_worker.planning.datasheets import known_profile
 from gpu_worker.planning.plan import Method, RestorePlan
@@ -38,6 +40,11 @@ def _model() -> PreTrainedModel:
 
 
 @cache
+def _adapter() -> Adapter:
+    return adapt(_model())
+
+
+@cache
 def _spec(*, is_packed: bool = True) -> ModelSpec:
     return model_spec(_model(), model_id=f"packed-{is_packed}", packed_kinds=LOSSY_KINDS if is_packed else ())
 
@@ -48,7 +55,7 @@ def _turns(
     """Each turn by an engine that lives for it alone."""
     turns = []
     for ids in TURNS:
-        with TransformersEngine(model or _model(), client, _spec(), plan) as engine:
+        with TransformersEngine(model or _adapter(), client, _spec(), plan) as engine:
             turns.append(engine.turn(session_id, ids, max_new_tokens=REPLY_TOKENS))
             engine.wait(session_id)
     return turns
@@ -99,7 +106,7 @@ def test_what_the_store_has_is_what_was_computed_but_for_packing(client: Client,
     """Rows that one forward pass captured, packed and exact, side by side in one store."""
     for kind in (StateKind.HIDDEN, StateKind.HIDDEN_INT8):
         plan = RestorePlan.uniform(Method[kind.name], LAYER_COUNT)
-        with TransformersEngine(_model(), client, _spec(), plan) as engine:
+        with TransformersEngine(_adapter(), client, _spec(), plan) as engine:
             engine.turn(f"{session_id}-{kind}", TURNS[0], max_new_tokens=1)
     exact, packed = (Stream(1, kind) for kind in (StateKind.HIDDEN, StateKind.HIDDEN_INT8))
     with client.sessions.open(f"sessions/{session_id}-{exact.kind}", CallerModel(_spec())).read() as rows:
@@ -117,11 +124,11 @@ def test_what_the_store_has_is_what_was_computed_but_for_packing(client: Client,
 def test_a_lossless_engine_does_not_take_packed_sessions(client: Client, session_id: str) -> None:
     """An engine that did not ask for packed kinds is another model to the store."""
     plan = RestorePlan.uniform(Method.HIDDEN_INT8, LAYER_COUNT)
-    with TransformersEngine(_model(), client, _spec(), plan) as engine:
+    with TransformersEngine(_adapter(), client, _spec(), plan) as engine:
         engine.turn(session_id, TURNS[0], max_new_tokens=1)
 
     exact = RestorePlan.uniform(Method.HIDDEN, LAYER_COUNT)
-    with TransformersEngine(_model(), client, _spec(is_packed=False), exact) as engine:
+    with TransformersEngine(_adapter(), client, _spec(is_packed=False), exact) as engine:
         turn = engine.turn(session_id, TURNS[1], max_new_tokens=1)
     assert (turn.miss_reason, turn.reused_token_count) == (ModelFingerprintMismatch.reason, 0)
 
@@ -160,7 +167,7 @@ def test_a_planner_saves_and_restores_in_few_bits_where_the_model_lists_them(
     """Over a slow bus: listing packed kinds is how a loss is allowed, and without them none is taken."""
     slow = replace(known_profile("h100"), copy=Link(1e5), gemm_flops_per_s=1e4, is_direct=False)
     lengths = [len(TURNS[0]) + 2, len(TURNS[1]) + 2]
-    with TransformersEngine(_model(), client, _spec(is_packed=is_packed), profile=slow) as engine:
+    with TransformersEngine(_adapter(), client, _spec(is_packed=is_packed), profile=slow) as engine:
         turns = [engine.turn(session_id, ids, max_new_tokens=2) for ids in TURNS[:2]]
         assert engine.wait(session_id) is None
     session = client.sessions.get(f"sessions/{session_id}")

@@ -64,7 +64,7 @@ def test_a_conversation_goes_on_from_a_store(name: str, client: Client, session_
     turns = (hybrid_ids()[:70], hybrid_ids()[70:83])
 
     def turn(of: str, history: Sequence[int], ids: Sequence[int]) -> list[int]:
-        with TransformersEngine(model, client, spec, plan, window=512) as engine:
+        with TransformersEngine(adapter, client, spec, plan, window=512) as engine:
             found = engine.turn(of, ids, max_new_tokens=4, eos_token_ids=())
             assert engine.wait(of) is None
         assert (found.reused_token_count, found.miss_reason) == (len(history), "")

@@ -168,7 +168,7 @@ class _Chat:
         history = self.said if count is None else self.said[:count]
         model, session_id = self.adapter.model, of or self.id
         with TransformersEngine(
-            model, self.client, self.spec, self.plan, window=512, snapshot_every=self.every
+            self.adapter, self.client, self.spec, self.plan, window=512, snapshot_every=self.every
         ) as engine:
             found = engine.turn(session_id, ids, max_new_tokens=3, history=history, eos_token_ids=())
             assert engine.wait(session_id) is None
@@ -286,13 +286,13 @@ def test_an_engine_says_which_distances_it_takes(client: Client, session_id: str
 @pytest.mark.parametrize("name", ["lfm2", "mamba2"])
 def test_a_session_s_cost_knows_its_snapshots(client: Client, session_id: str, name: str) -> None:
     """Less than without them, where computing is slow; asking reads token ids, and is no access."""
-    model = hybrid_adapter(name).model
-    spec = model_spec(model, model_id=f"cost-{name}")
+    adapter = hybrid_adapter(name)
+    spec = model_spec(adapter.model, model_id=f"cost-{name}")
     slow = replace(known_profile("cpu"), gemm_flops_per_s=1e5, memory_bytes_per_s=1e12)
     costs = {}
     for every in (32, 0):
         with TransformersEngine(
-            model, client, spec, profile=slow, snapshot_every=every, window=512
+            adapter, client, spec, profile=slow, snapshot_every=every, window=512
         ) as engine:
             if every:
                 engine.turn(session_id, hybrid_ids()[:90], max_new_tokens=0, eos_token_ids=())

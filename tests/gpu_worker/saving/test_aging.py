@@ -26,6 +26,7 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import TOKENS, StateKind, Stream
 from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.families import Adapter
 from gpu_worker.families.generation import continue_greedy, prefill
 from gpu_worker.model.proof import adapt
 from gpu_worker.model.spec import model_spec
@@ -51,6 +52,11 @@ def _model() -> PreTrainedModel:
 
 
 @cache
+def _adapter() -> Adapter:
+    return adapt(_model())
+
+
+@cache
 def _spec(*, is_lossy: bool = True) -> ModelSpec:
     packed = LOSSY_KINDS if is_lossy else ()
     return model_spec(_model(), model_id=f"aging-{is_lossy}", packed_kinds=packed)
@@ -70,7 +76,7 @@ def _never_dropped() -> list[list[int]]:
 
 def _engine(client: Client, **settings: Any) -> TransformersEngine:
     # Any: the engine's own keyword arguments.
-    return TransformersEngine(_model(), client, _spec(**settings), profile=PROFILE, snapshot_every=None)
+    return TransformersEngine(_adapter(), client, _spec(**settings), profile=PROFILE, snapshot_every=None)
 
 
 def _turn(engine: TransformersEngine, session_id: str, index: int) -> Turn:
@@ -93,16 +99,15 @@ def _aging(
 ) -> Aging:
     model = client.models.register(_spec(is_lossy=is_lossy))
     hot = [Stream(layer, StateKind.KV) for layer in range(LAYERS)]
-    adapter = adapt(_model())
     return Aging(
-        adapter, client, model, PROFILE, hot, rent_s_per_gb_hour=rent, thaw_s=thaw_s, returning=returning
+        _adapter(), client, model, PROFILE, hot, rent_s_per_gb_hour=rent, thaw_s=thaw_s, returning=returning
     )
 
 
 def _saved(client: Client, session_id: str, *, is_lossy: bool = True) -> SessionInfo:
     """A session of one turn, saved as K/V."""
     plan = RestorePlan.uniform(Method.KV, LAYERS)
-    with TransformersEngine(_model(), client, _spec(is_lossy=is_lossy), plan) as engine:
+    with TransformersEngine(_adapter(), client, _spec(is_lossy=is_lossy), plan) as engine:
         assert _turn(engine, session_id, 0).token_ids == _never_dropped()[0]
     return client.sessions.get(f"sessions/{session_id}")
 
@@ -376,7 +381,7 @@ def test_settings_and_kinds_that_cannot_be_are_refused(client: Client, session_i
         assert raised.value.field == field
     assert _kinds(client, session) == {StateKind.KV}
     plan = RestorePlan.uniform(Method.KV, LAYERS)
-    with TransformersEngine(_model(), client, _spec(), plan) as engine, pytest.raises(InvalidArgument):
+    with TransformersEngine(_adapter(), client, _spec(), plan) as engine, pytest.raises(InvalidArgument):
         engine.aging()
     with _engine(client) as engine:
         ages = [engine.aging(rent_s_per_gb_hour=rent).due(session, DAY_S) for rent in (1e-9, HUGE)]
