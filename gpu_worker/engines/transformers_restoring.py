@@ -14,13 +14,13 @@ from typing import Self
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from ctxcache.client import SessionRows
 from ctxcache.errors import CacheError
 from gpu_worker.errors import LaneStuck
 from gpu_worker.families import Adapter
+from gpu_worker.families.generation import Hooked
 from gpu_worker.forms.snapshots import Snapshot
 from gpu_worker.pipeline.compute import Compute, KernelWeights, compute_for
 from gpu_worker.pipeline.lane import Deadline, device_of
@@ -36,15 +36,15 @@ from gpu_worker.planning.plan import Method, RestoreSchedule
 #     restore   [ layer 0 ][ layer 1 ][ layer 2 ][ layer 3 ]
 #     pass                 │0│        │1│        │2│        │3│       each block waits at its gate
 #     with a lead                       │0││1││2│         │3│       begun later, so that waits are short
-class LayerGate:
+class LayerGate(Hooked):
     """Context manager: within it, passes of the thread that entered wait before each block for its layer.
 
     Other threads pass: the restore itself may be running layers.
     """
 
     def __init__(self, adapter: Adapter, restoration: Restoration) -> None:
+        super().__init__()
         self._adapter, self._restoration = adapter, restoration
-        self._hooks: list[RemovableHandle] = []
         self._thread_id = 0
 
     def __enter__(self) -> Self:
@@ -52,13 +52,6 @@ class LayerGate:
         for layer, decoder in enumerate(self._adapter.layers):
             self._hooks.append(decoder.block.register_forward_pre_hook(self._waiting_for(layer)))
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def _waiting_for(self, layer: int) -> Callable[[nn.Module, object], None]:
         def hook(_block: nn.Module, _args: object) -> None:

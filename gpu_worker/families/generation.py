@@ -285,7 +285,21 @@ Sink = Callable[[int, StateKind, Tensor], None]
 """(layer, kind, rows [T_new, row]): called once per stream and forward pass, layer 0 first."""
 
 
-class Capture:
+class Hooked:
+    """A context manager with hooks on modules, which go at its end."""
+
+    def __init__(self) -> None:
+        self._hooks: list[Handle] = []
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+class Capture(Hooked):
     """Context manager: within it, each forward pass of the model feeds the sink.
 
     Rows are what the engine's cache needs, bit for bit: HIDDEN the layer's input, KV and LATENT the halves
@@ -304,6 +318,7 @@ class Capture:
         Where layer 1 is a delta to what token ids give, layer 0's inputs come as well. Raises
         InvalidArgument(field="streams") for one the model does not have.
         """
+        super().__init__()
         self._adapter = adapter
         asked = {stream for stream in streams if stream.kind is not StateKind.TOKENS}
         if is_on_tokens(asked):
@@ -316,7 +331,6 @@ class Capture:
         self._sink = sink
         self._is_on_host = is_on_host
         self._is_in_pass = False
-        self._hooks: list[Handle] = []
 
     def __enter__(self) -> Self:
         self._hooks = [*self._watch_passes()]
@@ -327,9 +341,7 @@ class Capture:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        super().__exit__(kind, error, trace)
         self._is_in_pass = False
 
     def _watch_passes(self) -> Iterable[RemovableHandle]:

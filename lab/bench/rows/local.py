@@ -108,11 +108,11 @@ def handed_over(place: Place) -> Iterator[Sides]:
 
 
 def reading(c: Contexts) -> Side:
-    """Lease every context, copy it out, release."""
+    """Read every context into warm memory: lease it, copy it out, release."""
 
     def step(index: int) -> float:
         taken = seconds(lambda: c.read(index))
-        c.verify(index, "read with a copy out")
+        c.verify(index, "what was read")
         return taken
 
     return lambda _: c.walk(step)

@@ -16,23 +16,13 @@ from lab.bench import bare_grpc, bare_socket
 from lab.bench.contexts import Bytes, Contexts, access, check, contexts, copy_out, seconds, warm
 from lab.bench.peers import BLOCK_TOKENS, REQUESTS, RedisClient, lmcache, redis_client, values_of
 from lab.bench.row import Place, Row, Scale, Side, Sides, at_least
+from lab.bench.rows.local import reading
 
 MIB = 1 << 20
 GRPC = ("grpc", "remote")
 BULK = ("bulk",)
 BARE_NOTE = "a bare socket"
 Setup = Callable[[Place], AbstractContextManager[Sides]]
-
-
-def reading(c: Contexts) -> Side:
-    """Read every context into warm memory."""
-
-    def step(index: int) -> float:
-        taken = seconds(lambda: c.read(index))
-        c.verify(index, "remote read")
-        return taken
-
-    return lambda _: c.walk(step)
 
 
 def saving(c: Contexts) -> Side:

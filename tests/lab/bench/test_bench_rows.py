@@ -14,8 +14,8 @@ from lab.bench.contexts import Contexts, contexts
 from lab.bench.row import QUICK, Place, Row, Sides, at_least
 from lab.bench.rows import ROWS
 from lab.bench.rows.local import copying, reading
-from lab.bench.rows.remote import reading as remote_reading
 from lab.bench.run import FAILED, MEASURED, NO_PEER, Run, run_row
+from lab.routes import Route
 from tests.nursery import Entry, Forked, shared
 
 SMALL = replace(QUICK, segment_count=128, call_count=5)
@@ -54,34 +54,20 @@ def test_a_row_measures_and_checks_its_bytes(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_byte_that_is_not_the_saved_one_is_no_figure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["local-grpc", "grpc"])
+def test_a_byte_that_is_not_the_saved_one_is_no_figure(way: Route, tmp_path: Path) -> None:
     """Control: what a reader gets is compared with what was saved, all of it."""
 
     @contextmanager
     def corrupted(place: Place) -> Iterator[Sides]:
-        with contexts(place, "local-grpc") as c:
+        with contexts(place, way) as c:
             expect_another_byte(c)
             yield Sides(reading(c), copying(c))
 
     status, problem = run_tiny(Row("bad", "a read", "a copy", at_least(0.1), corrupted), tmp_path)
 
     assert status == FAILED
-    assert problem.startswith("WrongBytes: read with a copy out: byte ")
-
-
-def test_a_byte_that_differs_after_a_remote_read_is_no_figure(tmp_path: Path) -> None:
-    """Control: the same over a socket."""
-
-    @contextmanager
-    def corrupted(place: Place) -> Iterator[Sides]:
-        with contexts(place, "grpc") as c:
-            expect_another_byte(c)
-            yield Sides(remote_reading(c), copying(c))
-
-    status, problem = run_tiny(Row("bad", "a read", "a copy", at_least(0.1), corrupted), tmp_path)
-
-    assert status == FAILED
-    assert problem.startswith("WrongBytes: remote read: byte ")
+    assert problem.startswith("WrongBytes: what was read: byte ")
 
 
 def expect_another_byte(c: Contexts) -> None:
