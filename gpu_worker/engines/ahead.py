@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -64,11 +65,11 @@ class Ahead(Closing):
         if step_tokens < 1:
             raise InvalidArgument(field="step_tokens", problem=f"{step_tokens} is no number of tokens")
         self._engine, self._step_tokens = engine, step_tokens
-        self._queue = AheadQueue(share=share, most_waiting=most_waiting, worth=worth)
+        self._queue: AheadQueue[array[int]] = AheadQueue(share=share, most_waiting=most_waiting, worth=worth)
         self._changed = threading.Condition()
         self._is_closing = self._is_busy = False
-        self._came_back: set[str] = set()
-        """Conversations that had a turn since the pass that runs began."""
+        self._passing, self._is_back = "", False
+        """Whose pass runs, and whether that conversation had a turn since."""
         self._outcomes: Counter[str] = Counter()
         engine.turn_begins = self._turn_begins
         self._thread = threading.Thread(target=self._run, name="ctxcache-ahead", daemon=True)
@@ -88,7 +89,7 @@ class Ahead(Closing):
         """
         return_s = math.inf if return_in is None else time.monotonic() + return_in.total_seconds()
         with self._changed:
-            self._queue.offer(session_id, history, return_s)
+            self._queue.offer(session_id, array("i", history), return_s)
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
@@ -107,7 +108,7 @@ class Ahead(Closing):
     def _turn_begins(self, session_id: str) -> None:
         with self._changed:
             self._queue.turn_begins(session_id, time.monotonic())
-            self._came_back.add(session_id)
+            self._is_back |= session_id == self._passing
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -120,15 +121,15 @@ class Ahead(Closing):
                 if offer is None:
                     return
                 self._is_busy = True
-                self._came_back.clear()
+                self._passing, self._is_back = offer.session_id, False
             begin_s = time.monotonic()
-            outcome = self._passed(offer.session_id, offer.history)
+            outcome = self._passed(offer.session_id, offer.work)
             with self._changed:
                 self._is_busy = False
                 self._outcomes[outcome] += 1
                 now_s = time.monotonic()
                 self._queue.spent(now_s - begin_s, now_s)
-                if outcome == GAVE_WAY and offer.session_id not in self._came_back:
+                if outcome == GAVE_WAY and not self._is_back:
                     self._queue.put_back(offer)
                 self._changed.notify_all()
 

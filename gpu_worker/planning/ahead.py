@@ -11,11 +11,10 @@ share was spent for nothing until the chance has been learned.
 """
 
 import math
-from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Generic, TypeVar
 
 from ctxcache.errors import InvalidArgument
 
@@ -32,12 +31,15 @@ _MOST_KNOWN = 4096
 """Conversations of which it is known that they had a turn, or tokens ahead of one."""
 
 
+Work = TypeVar("Work")
+
+
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """The tokens that a conversation's next prompt begins with. `return_s`: when it is expected back."""
+class Offer(Generic[Work]):
+    """A pass that a conversation may need: `work` says which. `return_s`: when it is expected back."""
 
     session_id: str
-    history: "array[int]"
+    work: Work
     return_s: float
     number: int
     """By which offers are told apart: later ones have higher numbers."""
@@ -51,7 +53,7 @@ class Offer:
 _urgency = attrgetter("urgency")
 
 
-class AheadQueue:
+class AheadQueue(Generic[Work]):
     """What waits to be computed. One offer for a conversation, the latest. Times are of any one clock."""
 
     def __init__(
@@ -65,7 +67,7 @@ class AheadQueue:
         if not 0 < worth < math.inf:
             raise InvalidArgument(field="worth", problem=f"{worth} is no ratio of two seconds")
         self._share, self._most, self._worth = share, most_waiting, worth
-        self._offers: dict[str, Offer] = {}
+        self._offers: dict[str, Offer[Work]] = {}
         self._offer_count = 0
         self._away_since_s: OrderedDict[str, float] = OrderedDict()
         self._returned_count = self._gone_count = 0
@@ -74,10 +76,10 @@ class AheadQueue:
     def __len__(self) -> int:
         return len(self._offers)
 
-    def offer(self, session_id: str, history: Sequence[int], return_s: float = math.inf) -> None:
+    def offer(self, session_id: str, work: Work, return_s: float = math.inf) -> None:
         """A conversation's turn has ended. Where too many wait, the least urgent goes."""
         self._offer_count += 1
-        self._offers[session_id] = Offer(session_id, array("i", history), return_s, self._offer_count)
+        self._offers[session_id] = Offer(session_id, work, return_s, self._offer_count)
         if len(self._offers) > self._most:
             del self._offers[min(self._offers.values(), key=_urgency).session_id]
 
@@ -107,13 +109,13 @@ class AheadQueue:
         """When the next pass may begin; never where nothing waits."""
         return self._free_s if self._offers else math.inf
 
-    def take(self, now_s: float) -> Offer | None:
+    def take(self, now_s: float) -> Offer[Work] | None:
         """Take the next offer, where its time has come."""
         if self.due_s() > now_s:
             return None
         return self._offers.pop(max(self._offers.values(), key=_urgency).session_id)
 
-    def put_back(self, offer: Offer) -> None:
+    def put_back(self, offer: Offer[Work]) -> None:
         """A pass gave way, and goes on later. A newer offer of the conversation stays."""
         self._offers.setdefault(offer.session_id, offer)
 

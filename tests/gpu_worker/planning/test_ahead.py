@@ -11,7 +11,7 @@ from ctxcache.errors import InvalidArgument
 from gpu_worker.planning.ahead import GONE_S, AheadCounts, AheadQueue, AheadTally
 
 
-def _order(queue: AheadQueue) -> list[str]:
+def _order(queue: AheadQueue[list[int]]) -> list[str]:
     """Who is taken, in turn, where no pass takes time."""
     taken = []
     while (offer := queue.take(0.0)) is not None:
@@ -21,7 +21,7 @@ def _order(queue: AheadQueue) -> list[str]:
 
 def test_who_is_expected_goes_first_and_then_the_latest() -> None:
     """The soonest before others; one offer for a conversation, which is the newest."""
-    queue = AheadQueue()
+    queue = AheadQueue[list[int]]()
     for name, return_s in (("old", math.inf), ("later", 90.0), ("soon", 30.0), ("new", math.inf)):
         queue.offer(name, [1], return_s)
     queue.offer("old", [1, 2])
@@ -30,13 +30,13 @@ def test_who_is_expected_goes_first_and_then_the_latest() -> None:
         name: name for name in offers
     }
     assert offers["old"] is not None
-    assert list(offers["old"].history) == [1, 2]
+    assert offers["old"].work == [1, 2]
     assert (queue.take(0.0), queue.due_s()) == (None, math.inf)
 
 
 def test_beyond_so_many_the_least_urgent_goes() -> None:
     """Also where that is the one that came just now."""
-    queue = AheadQueue(most_waiting=2)
+    queue = AheadQueue[list[int]](most_waiting=2)
     for name, return_s in (("a", 10.0), ("b", math.inf), ("c", 20.0), ("d", 30.0)):
         queue.offer(name, [1], return_s)
     assert _order(queue) == ["a", "c"]
@@ -44,7 +44,7 @@ def test_beyond_so_many_the_least_urgent_goes() -> None:
 
 def test_passes_take_their_share_of_the_time() -> None:
     """A pass is followed by a pause; whatever they take, the sum is within the share."""
-    queue = AheadQueue(share=0.25)
+    queue = AheadQueue[list[int]](share=0.25)
     now_s, busy_s = 0.0, 0.0
     for number in range(50):
         queue.offer(str(number), [1])
@@ -60,7 +60,7 @@ def test_passes_take_their_share_of_the_time() -> None:
 
 def test_a_conversation_that_is_back_is_not_computed_for_its_former_rendering() -> None:
     """Neither what waits nor what gave way for it; a newer offer outlives the one that is put back."""
-    queue = AheadQueue()
+    queue = AheadQueue[list[int]]()
     queue.offer("a", [1])
     queue.turn_begins("a", 0.0)
     assert queue.take(0.0) is None
@@ -71,12 +71,12 @@ def test_a_conversation_that_is_back_is_not_computed_for_its_former_rendering() 
     queue.put_back(gave_way)
     offer = queue.take(0.0)
     assert offer is not None
-    assert list(offer.history) == [2]
+    assert offer.work == [2]
 
 
 def test_what_costs_more_than_it_is_likely_to_spare_is_left() -> None:
     """A chance of return that is learned, and what a user's second is worth."""
-    queue = AheadQueue(worth=4.0)
+    queue = AheadQueue[list[int]](worth=4.0)
     assert queue.is_worth(100, 163)
     assert not queue.is_worth(10, 63)
     for number in range(60):
