@@ -1,0 +1,238 @@
+"""vLLM's middleware on an application of a few lines: what it asks, what it passes on, when it gives way.
+
+`tests/engines/vllm_ahead.py` runs it in vLLM's own server.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpu_worker.engines.vllm.ahead import (
+    CHAT,
+    COMPLETIONS,
+    MOST_BODY_BYTES,
+    NEXT,
+    RENDER,
+    TOKENIZE,
+    AheadMiddleware,
+    Message,
+    Receive,
+    Reply,
+    Scope,
+    Send,
+)
+
+THOUGHT = "x" * 100
+WAIT_S = 10.0
+
+
+class App:
+    """A server that renders letters, strips thoughts when a user writes, and answers as it is told."""
+
+    def __init__(self, *, has_priorities: bool = False) -> None:
+        self.has_priorities = has_priorities
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.computed: list[list[int]] = []
+        self.abort_count = 0
+        self.holds = asyncio.Event()
+        self.holds.set()
+        self.is_computing = asyncio.Event()
+        self.reply: dict[str, Any] = {"content": "answer", "reasoning": THOUGHT}
+        self.is_stream, self.renders = False, True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        body = json.loads((await receive())["body"])
+        path = scope["path"]
+        self.asked.append((path, body))
+        if dict(scope["headers"]).get(b"authorization") != b"Bearer key":
+            return await self._say(send, 401, {})
+        if path == RENDER:
+            facts = {"token_ids": self._tokens(body)} if self.renders else {}
+            return await self._say(send, 200 if self.renders else 403, facts)
+        if path == TOKENIZE:
+            return await self._say(send, 200, {"tokens": self._tokens(body)})
+        if path == COMPLETIONS:
+            if body.get("priority") and not self.has_priorities:
+                return await self._say(send, 400, {})
+            return await self._compute(body, receive, send)
+        choice = {"index": 0, "message": self.reply, "delta": self.reply, "finish_reason": "stop"}
+        return await self._say(send, 200, {"choices": [choice]})
+
+    async def _compute(self, body: dict[str, Any], receive: Receive, send: Send) -> None:
+        self.is_computing.set()
+        left = asyncio.ensure_future(receive())
+        done = asyncio.ensure_future(self.holds.wait())
+        await asyncio.wait([left, done], return_when=asyncio.FIRST_COMPLETED)
+        is_aborted = left.done()
+        left.cancel()
+        done.cancel()
+        if is_aborted:
+            self.abort_count += 1
+            return await self._say(send, 499, {})
+        self.computed.append(body["prompt"])
+        return await self._say(send, 200, {})
+
+    def _tokens(self, body: dict[str, Any]) -> list[int]:
+        users = [i for i, message in enumerate(body["messages"]) if message["role"] == "user"]
+        text = ""
+        for i, message in enumerate(body["messages"]):
+            thought = message.get("reasoning", "") if i > users[-1] else ""
+            text += f"<{message['role']}>{thought}{message['content']}"
+        return [*map(ord, text + ("<assistant>" if body.get("add_generation_prompt", True) else ""))]
+
+    async def _say(self, send: Send, status: int, answer: dict[str, Any]) -> None:
+        data = json.dumps(answer).encode()
+        kind = b"application/json"
+        if self.is_stream and "choices" in answer:
+            data, kind = b"data: " + data + b"\n\ndata: [DONE]\n\n", b"text/event-stream; charset=utf-8"
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+        half = len(data) // 2
+        await send({"type": "http.response.body", "body": data[:half], "more_body": True})
+        await send({"type": "http.response.body", "body": data[half:], "more_body": False})
+
+
+async def _post(app: AheadMiddleware, body: Any, path: str = CHAT, key: str = "key") -> tuple[int, bytes]:
+    """What a caller gets."""
+    parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        if parts:
+            return parts.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", f"Bearer {key}".encode())]
+    scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": headers}
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110  # nothing tells of what is waited for
+            await asyncio.sleep(0)
+
+
+def _body(text: str = "q" * 90, **fields: Any) -> dict[str, Any]:
+    """A chain: the thought stays until the user writes again."""
+    chain = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": "call", "reasoning": THOUGHT},
+        {"role": "tool", "content": "r" * 200},
+    ]
+    return {"model": "m", "messages": chain, "session_id": "alice", **fields}
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("renders", [False, True], ids=["tokenizes", "renders"])
+async def test_the_next_rendering_is_computed_once(*, is_stream: bool, renders: bool) -> None:
+    """Without thoughts, up to where the user will write; by the conversation's name and the caller's key."""
+    app = App()
+    app.is_stream, app.renders = is_stream, renders
+    middleware = AheadMiddleware(app)
+    status, data = await _post(middleware, _body(stream=is_stream))
+    direct = App()
+    direct.is_stream = is_stream
+    assert (status, data) == await _post(AheadMiddleware(direct), _body())
+    await _until(lambda: bool(app.computed))
+    text = "".join(map(chr, app.computed[0]))
+    assert text == f"<user>{'q' * 90}<assistant>call<tool>{'r' * 200}<assistant>answer<user>"
+    (_, asked) = next(one for one in reversed(app.asked) if one[0] == COMPLETIONS)
+    assert (asked["session_id"], asked["max_tokens"], asked["model"]) == ("alice", 1, "m")
+    assert "messages" not in asked
+
+
+async def test_priorities_are_given_where_the_engine_has_them() -> None:
+    """An engine that refuses one is asked without, from then on."""
+    for has_priorities in (True, False):
+        app = App(has_priorities=has_priorities)
+        middleware = AheadMiddleware(app)
+        for number in range(2):
+            await _post(middleware, _body(session_id=f"s{number}"))
+            await _until(lambda: len(app.computed) == number + 1)  # noqa: B023
+            # The pause that is behind a pass.
+            middleware._queue.spent(0.0, 0.0)
+        given = [body.get("priority") for path, body in app.asked if path == COMPLETIONS]
+        assert [bool(each) for each in given] == ([True] * 2 if has_priorities else [True, False, False])
+
+
+async def test_a_caller_comes_first() -> None:
+    """The pass is aborted at once, and goes on when nobody is served; not for a conversation that is back."""
+    app = App()
+    middleware = AheadMiddleware(app)
+    app.holds.clear()
+    await _post(middleware, _body())
+    await _until(app.is_computing.is_set)
+    await _post(middleware, _body("other" * 20, session_id="bob"))
+    await _until(lambda: app.abort_count == 1)
+    app.holds.set()
+    middleware._queue.spent(0.0, 0.0)
+    middleware._changed.set()
+    await _until(lambda: len(app.computed) == 1)
+    middleware._queue.spent(0.0, 0.0)
+    middleware._changed.set()
+    await _until(lambda: len(app.computed) == 2)
+    beginnings = {"".join(map(chr, prompt[:12])) for prompt in app.computed}
+    assert beginnings == {"<user>qqqqqq", "<user>othero"}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"content": "", "tool_calls": [{"id": "1"}]},
+        {"content": "answer"},
+    ],
+    ids=["a chain goes on", "nothing is stripped"],
+)
+async def test_nothing_is_computed_where_nothing_will_differ(reply: dict[str, Any]) -> None:
+    """Within a chain of tools, and where the next prompt is what was computed."""
+    app = App()
+    app.reply = reply
+    middleware = AheadMiddleware(app)
+    body = {"model": "m", "messages": [{"role": "user", "content": "q" * 90}]}
+    await _post(middleware, body)
+    await _until(lambda: not middleware._queue)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not app.computed
+
+
+async def test_what_a_client_will_send_is_computed_for_who_may_ask() -> None:
+    """An answer at once; a wrong key and a body that is none are refused."""
+    app = App()
+    middleware = AheadMiddleware(app)
+    body = {"model": "m", "messages": [{"role": "user", "content": "pruned" * 20}]}
+    assert (await _post(middleware, body, NEXT, key="wrong"))[0] == 401
+    wrongs: list[Any] = [[], {}, {"messages": []}, {"messages": "text"}, "text", None]
+    for wrong in wrongs:
+        assert (await _post(middleware, wrong, NEXT))[0] == 400
+    status, data = await _post(middleware, body, NEXT)
+    assert (status, json.loads(data)) == (202, {"token_count": 137})
+    await _until(lambda: bool(app.computed))
+    assert len(app.computed[0]) == 137
+
+
+async def test_whatever_is_asked_is_passed_on_as_it_is() -> None:
+    """What is no chat, streams that break off, several replies: the server answers, nothing follows."""
+    app = App()
+    middleware = AheadMiddleware(app)
+    bodies: list[Any] = [[], {"messages": [{"role": "user", "content": "x"}], "n": 2}]
+    for body in bodies:
+        await _post(middleware, body)
+    assert [path for path, _ in app.asked] == [CHAT] * 2
+    broken = Reply()
+    broken.add({"type": "http.response.start", "status": 200, "headers": []})
+    broken.add({"type": "http.response.body", "body": b"{", "more_body": True})
+    assert broken.message() is None
+    large = Reply()
+    large.add({"type": "http.response.start", "status": 200, "headers": []})
+    large.add({"type": "http.response.body", "body": bytes(MOST_BODY_BYTES + 1), "more_body": False})
+    assert large.message() is None
