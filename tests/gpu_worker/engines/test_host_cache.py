@@ -248,7 +248,7 @@ def test_an_engine_decodes_from_the_host(store: ServerProcess, by: str) -> None:
         for is_held, said in replies.items():
             for prompt in prompts:
                 with TransformersEngine(
-                    model, client, spec, plan, profile=profile, holds_on_host=is_held
+                    _adapter("llama"), client, spec, plan, profile=profile, holds_on_host=is_held
                 ) as engine:
                     name = f"engine-{by}-{is_held}"
                     turn = engine.turn(name, prompt, max_new_tokens=4, eos_token_ids=())
