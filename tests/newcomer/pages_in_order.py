@@ -53,6 +53,7 @@ NOT_RUN = {
     ("docs/reinforcement_learning.md", "from ctxcache.client import Client\nfrom ctxcache.engines"): TORCH,
     ("docs/sglang.md", ""): ENGINE,
     ("docs/sidecar.md", ""): TORCH,
+    ("docs/tutorials/fleet.md", "$ pip"): INSTALLS,
     ("docs/tutorials/operator.md", "$ python3 -m venv"): INSTALLS,
     ("docs/vllm.md", ""): ENGINE,
     ("docs/vllm_kubernetes.md", ""): CLUSTER,

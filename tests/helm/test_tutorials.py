@@ -1,4 +1,4 @@
-"""docs/tutorials/operator.md, run as it is written.
+"""The tutorials, run as they are written.
 
 Each command against real processes, and what it is said to say.
 """
@@ -13,13 +13,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from chart import ROOT
 
-TUTORIAL = ROOT / "docs" / "tutorials" / "operator.md"
+TUTORIALS = {"operator.md": (4, 11), "fleet.md": (3, 7)}
+"""How many ports each names, and how many blocks of commands it has at least."""
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TIMEOUT_S = 280
 """Below the test's own: a shell that hangs ends with what it said."""
-PORT = re.compile(r"(?<=:)742[0-3]\b")
+PORT = re.compile(r"(?<=:)74[2-4]\d\b")
 PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to whoever connects, or listens on any port."""
 MARK = "--- block"
@@ -37,15 +39,21 @@ def blocks(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def test_it_does_what_it_says(tmp_path: Path) -> None:
+def page(name: str) -> Path:
+    """A tutorial."""
+    return ROOT / "docs" / "tutorials" / name
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_it_does_what_it_says(name: str, tmp_path: Path) -> None:
     """In order, in one shell, from an empty directory.
 
     Every line that is promised is printed by its own command.
     """
-    parts = blocks(TUTORIAL.read_text())
+    (port_count, least_blocks), parts = TUTORIALS[name], blocks(page(name).read_text())
     script = "".join(f"echo '{MARK} {i}'\n{commands}" for i, (commands, _) in enumerate(parts))
     ports = dict(zip(sorted(set(PORT.findall(script))), _free_ports(), strict=False))
-    assert len(ports) == 4
+    assert len(ports) == port_count
     script = PORT.sub(lambda found: str(ports[found[0]]), script)
     (tmp_path / "helm").symlink_to(ROOT / "helm")
     (tmp_path / "observability").symlink_to(ROOT / "observability")
@@ -54,19 +62,25 @@ def test_it_does_what_it_says(tmp_path: Path) -> None:
 
     said = dict(re.findall(rf"^{MARK} (\d+)\n(.*?)(?=^{MARK}|\Z)", done.stdout, re.DOTALL | re.MULTILINE))
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    assert len(said) == len(parts) > 10
+    assert len(said) == len(parts) >= least_blocks
     for i, (commands, promised) in enumerate(parts):
         for line in promised.splitlines():
             assert line in said[str(i)], f"{commands}\nsaid {said[str(i)]!r}"
 
 
-def test_every_file_it_names_is_there() -> None:
+def test_every_tutorial_is_run() -> None:
+    """A page that is new is run, too."""
+    assert {path.name for path in page("").iterdir()} == set(TUTORIALS)
+
+
+@pytest.mark.parametrize("tutorial", TUTORIALS)
+def test_every_file_it_names_is_there(tutorial: str) -> None:
     """Links, and files of the repository in backquotes."""
-    text = TUTORIAL.read_text()
+    text = page(tutorial).read_text()
     names = re.findall(r"\]\((?!http)([^)#]+)", text)
-    assert len(names) > 3
+    assert names
     for name in names:
-        assert (TUTORIAL.parent / name).exists(), name
+        assert (page(tutorial).parent / name).exists(), name
     for name in re.findall(r"`((?:observability|tests)/[^`]+)`", text):
         assert (ROOT / name).exists(), name
 
