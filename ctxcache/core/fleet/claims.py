@@ -567,12 +567,14 @@ class Claims:
             return Verdict.UNKNOWN
         finally:
             self._telling.discard(uid)
-        if self._claimed.get(name) is not copy:
+        # A look at the head may have noted the same copy anew meanwhile, with the head as it was before.
+        now = self._claimed.get(name)
+        if now is None or now.uid != uid:
             return Verdict.ABSENT
         if found is not None and found.body == self._secret.write(made):
             self._owned(name, found, made)
             return Verdict.HERE
-        return self._not_shared(name, copy, found)
+        return self._not_shared(name, now, found)
 
     def _not_shared(self, name: Name, copy: Copy, found: Entry | None) -> Verdict:
         """The head was not as it was known."""
