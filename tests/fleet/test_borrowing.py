@@ -10,6 +10,7 @@ import pytest
 from ctxcache.client import OPAQUE, TOKENS, Content
 from ctxcache.client.types import PrefixMatch
 from ctxcache.errors import InvalidArgument
+from ctxcache.fleet.borrowing import ASKED_INTERVAL_S
 from tests.fleet.stores import Stores, rows_of
 from tests.server_process import ServerProcess
 
@@ -53,6 +54,14 @@ def match(stores: Stores, number: int, tokens: np.ndarray, **asked: object) -> P
     return stores.clients[number].prefixes.match(stores.models[number], tokens, **asked)  # type: ignore[arg-type]
 
 
+def brought(stores: Stores, number: int, tokens: np.ndarray, count: int, **asked: object) -> None:
+    """Ask for a prompt until so much of it is there: on a busy machine a store may answer too late once."""
+    deadline = time.monotonic() + 30
+    while (found := match(stores, number, tokens, **asked).token_count) != count:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+
+
 def compare(
     stores: Stores, number: int, what: tuple[np.ndarray, np.ndarray], count: int, **made: object
 ) -> None:
@@ -75,11 +84,10 @@ def test_a_router_says_where_a_prompt_is(stores: Stores) -> None:
     asked = prompt("report", 3000)
     save(stores, 0, asked)
     assert match(stores, 1, asked[0]).token_count == 0
-    found = match(stores, 1, asked[0], source=target(stores.processes[0]))
-    assert found.token_count == 3000 - 3000 % 64
-    compare(stores, 1, asked, found.token_count)
+    brought(stores, 1, asked[0], 2944, source=target(stores.processes[0]))
+    compare(stores, 1, asked, 2944)
     view = stores.clients[1].admin.fleet()
-    assert (view.borrowed_prefix_count, view.borrowed_token_count) == (1, found.token_count)
+    assert (view.borrowed_prefix_count, view.borrowed_token_count) == (1, 2944)
     assert stores.clients[0].admin.fleet().lent_prefix_count == 1
 
 
@@ -89,8 +97,7 @@ def test_only_what_is_lacking_comes(stores: Stores) -> None:
     asked = joined(system, prompt("talk", 1300))
     save(stores, 0, asked)
     save(stores, 1, system)
-    found = match(stores, 1, asked[0], source=target(stores.processes[0]))
-    assert found.token_count == 2560
+    brought(stores, 1, asked[0], 2560, source=target(stores.processes[0]))
     assert stores.clients[1].admin.fleet().borrowed_token_count == 1280
     compare(stores, 1, asked, 2560)
 
@@ -100,7 +107,7 @@ def test_what_came_stays_when_its_host_is_gone(stores: Stores) -> None:
     asked = prompt("report", 2048)
     save(stores, 0, asked)
     source = target(stores.processes[0])
-    assert match(stores, 1, asked[0], source=source).token_count == 2048
+    brought(stores, 1, asked[0], 2048, source=source)
     stores.processes[0].kill9()
     assert match(stores, 1, asked[0], source=source).token_count == 2048
     compare(stores, 1, asked, 2048)
@@ -122,7 +129,7 @@ def test_a_store_is_found_by_the_host_of_an_engine_beside_it(stores: Stores) -> 
     assert match(stores, 1, asked[0], source="10.9.8.8:5710").token_count == 0
     stores.processes[1].terminate()
     stores.restart(1)
-    assert match(stores, 1, asked[0], source="10.9.8.7:5710").token_count == 2048
+    brought(stores, 1, asked[0], 2048, source="10.9.8.7:5710")
 
 
 @pytest.mark.parametrize("source", ["10.1.2.3:7420", "nowhere", "[::1]:1", "127.0.0.1", "x" * 255, "\x00"])
@@ -159,7 +166,7 @@ def test_another_salt_is_another_prompt(stores: Stores) -> None:
     source = target(stores.processes[0])
     assert match(stores, 1, asked[0], source=source).token_count == 0
     assert match(stores, 1, asked[0], source=source, salt=b"user 18").token_count == 0
-    assert match(stores, 1, asked[0], source=source, salt=b"user 17").token_count == 2048
+    brought(stores, 1, asked[0], 2048, source=source, salt=b"user 17")
     compare(stores, 1, asked, 2048, salt=b"user 17")
 
 
@@ -170,16 +177,16 @@ def test_contents_come_with_their_tokens(stores: Stores) -> None:
     session = stores.clients[0].sessions.create(stores.models[0])
     session.append({TOKENS: tokens, OPAQUE: rows}, contents=pictures[1])
     source = target(stores.processes[0])
-    assert match(stores, 1, tokens, source=source, contents=pictures[2]).token_count == 64
-    assert match(stores, 1, tokens, source=source, contents=pictures[1]).token_count == 2048
+    # Before the picture both prompts are one.
+    brought(stores, 1, tokens, 64, source=source, contents=pictures[2])
+    brought(stores, 1, tokens, 2048, source=source, contents=pictures[1])
 
 
 def test_a_prefix_outlives_the_session_that_had_it(stores: Stores) -> None:
     """A deletion at its host takes nothing from what came; what comes later is not there."""
     asked = prompt("report", 2048)
     name = save(stores, 0, asked)
-    source = target(stores.processes[0])
-    assert match(stores, 1, asked[0], source=source).token_count == 2048
+    brought(stores, 1, asked[0], 2048, source=target(stores.processes[0]))
     stores.clients[0].sessions.open(name, stores.models[0]).delete()
     compare(stores, 1, asked, 2048)
 
@@ -192,7 +199,8 @@ def test_many_requests_for_one_prompt_bring_it_once(stores: Stores) -> None:
     calls = [
         stores.clients[1].prefixes.match_async(stores.models[1], asked[0], source=source) for _ in range(8)
     ]
-    assert {call.result(20).token_count for call in calls} == {4096}
+    assert len({call.result(20).token_count for call in calls}) == 1
+    brought(stores, 1, asked[0], 4096, source=source)
     assert stores.clients[1].admin.fleet().borrowed_prefix_count == 1
 
 
@@ -220,9 +228,8 @@ def test_the_bucket_knows_who_has_a_prompt(knowing: Stores) -> None:
     first, second = (joined(prompt("tools", 2500), prompt(f"talk {talk}", 600)) for talk in (1, 2))
     save(knowing, 0, first)
     await_told(knowing, 0, 2)
-    found = match(knowing, 1, second[0])
-    assert found.token_count == 2500 - 2500 % 64
-    compare(knowing, 1, second, found.token_count)
+    brought(knowing, 1, second[0], 2496)
+    compare(knowing, 1, second, 2496)
 
 
 def test_a_prompt_that_is_short_or_mostly_here_asks_nobody(knowing: Stores) -> None:
@@ -244,11 +251,16 @@ def test_a_holder_that_has_it_no_more_gives_its_place_to_another(knowing: Stores
     name = save(knowing, 0, asked)
     await_told(knowing, 0, 2)
     knowing.clients[0].sessions.open(name, knowing.models[0]).delete()
-    assert match(knowing, 1, asked[0]).token_count == 0
+    deadline, unheard = time.monotonic() + 30, -1
+    # What was not heard of in time is asked once more, some seconds later.
+    while unheard != (unheard := knowing.clients[1].admin.fleet().no_answer_count):
+        assert time.monotonic() < deadline
+        assert match(knowing, 1, asked[0]).token_count == 0
+        time.sleep(ASKED_INTERVAL_S)
     save(knowing, 1, asked)
     # The longer of the two was asked for; the shorter one stays as it is.
     await_told(knowing, 1, 1)
-    assert match(knowing, 0, asked[0]).token_count == 2048
+    brought(knowing, 0, asked[0], 2048)
 
 
 def test_a_dead_holder_is_computed(knowing: Stores) -> None:
@@ -267,4 +279,8 @@ def test_a_session_that_begins_with_a_prompt_brings_it(knowing: Stores) -> None:
     asked = prompt("report", 2100)
     save(knowing, 0, asked)
     await_told(knowing, 0, 2)
+    deadline = time.monotonic() + 30
+    while not knowing.clients[1].sessions.create(knowing.models[1]).adopt(asked[0]).token_count:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
     compare(knowing, 1, asked, 2048)
