@@ -7,7 +7,7 @@
 Pure: times are told. Leaf.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 LEAST_TOKENS = 256
 """Fewer are computed sooner than anybody is asked."""
@@ -21,9 +21,9 @@ FIRST_BYTES_PER_S = 400e6
 FIRST_LOOK_S = 0.02
 FIRST_CHANCE = 0.5
 WEIGHT = 0.2
-"""Of what was measured last, beside all before."""
+"""The last measurement's part in an average."""
 TRY_AGAIN = 32
-"""Of so many look-ups that are not worth it, one is made all the same: what was learned may be outdated."""
+"""One in so many questions that are not worth it is asked all the same: the averages may be outdated."""
 
 
 def boundaries(token_count: int) -> list[int]:
@@ -36,6 +36,22 @@ def boundaries(token_count: int) -> list[int]:
 
 
 @dataclass(slots=True)
+class Gain:
+    """Questions of one sort, that are asked where they gain time."""
+
+    unasked_count: int = 0
+    """Questions that were not worth it, one after the other."""
+
+    def is_worth(self, gain_s: float) -> bool:
+        """Whether to ask; one question in `TRY_AGAIN` whatever it gains."""
+        if gain_s > 0:
+            self.unasked_count = 0
+            return True
+        self.unasked_count += 1
+        return self.unasked_count % TRY_AGAIN == 0
+
+
+@dataclass(slots=True)
 class Worth:
     """What asking has cost and brought. `prefill_tokens_per_s`: the engines' own."""
 
@@ -43,13 +59,13 @@ class Worth:
     bytes_per_s: float = FIRST_BYTES_PER_S
     look_s: float = FIRST_LOOK_S
     chance: float = FIRST_CHANCE
-    passed_over_count: int = 0
-    """Times that asking was not worth it, one after the other."""
+    moves: Gain = field(default_factory=Gain)
+    looks: Gain = field(default_factory=Gain)
 
     def patience_s(self, lacking_tokens: int, token_bytes: int) -> float:
         """How long a prefix may take to come from a host that has it; 0 where it is not to be asked for."""
         saved_s = self._saved_s(lacking_tokens, token_bytes)
-        is_worth = lacking_tokens >= LEAST_TOKENS and self._is_worth(saved_s)
+        is_worth = lacking_tokens >= LEAST_TOKENS and self.moves.is_worth(saved_s)
         # Whatever was expected: no user waits longer than computing takes.
         return lacking_tokens / self.prefill_tokens_per_s if is_worth else 0.0
 
@@ -58,18 +74,11 @@ class Worth:
         if asked_tokens < LEAST_PROMPT_TOKENS or found_tokens * FOUND_PART >= asked_tokens:
             return False
         saved_s = self._saved_s(asked_tokens - found_tokens, token_bytes)
-        return self._is_worth(self.chance * saved_s - self.look_s)
+        return self.looks.is_worth(self.chance * saved_s - self.look_s)
 
     def _saved_s(self, lacking_tokens: int, token_bytes: int) -> float:
         computed_s = lacking_tokens / self.prefill_tokens_per_s
         return computed_s - lacking_tokens * token_bytes / self.bytes_per_s
-
-    def _is_worth(self, gain_s: float) -> bool:
-        if gain_s > 0:
-            self.passed_over_count = 0
-            return True
-        self.passed_over_count += 1
-        return self.passed_over_count % TRY_AGAIN == 0
 
     def looked(self, seconds: float, *, is_known: bool) -> None:
         """The bucket was asked who has a prefix."""
