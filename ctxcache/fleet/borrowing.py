@@ -28,7 +28,13 @@ from ctxcache.core.fleet.claims import Claims, Recent
 from ctxcache.core.fleet.heads import ForeignObject, Holder, NodeRecord, Secret
 from ctxcache.core.fleet.register import Entry, NoAnswer, Register
 from ctxcache.core.fleet.register import Refused as ChangeRefused
-from ctxcache.core.fleet.worth import BOUNDARIES_AT_ONCE, FIRST_BOUNDARY, Worth, boundaries
+from ctxcache.core.fleet.worth import (
+    BOUNDARIES_AT_ONCE,
+    FIRST_BOUNDARY,
+    LEAST_PROMPT_TOKENS,
+    Worth,
+    boundaries,
+)
 from ctxcache.core.ledger.session import GUESTS, Expiration, Session
 from ctxcache.core.ledger.work import at_work
 from ctxcache.core.prefix.keys import BLOCK_BYTES, BLOCK_TOKENS
@@ -106,7 +112,7 @@ class Borrowing:
         asked = wanted.asked
         is_ids = isinstance(asked, bytes)
         asked_count = (len(asked) // BLOCK_BYTES if is_ids else len(asked)) * BLOCK_TOKENS
-        if not (wanted.source or (self._is_telling and asked_count >= 2 * FIRST_BOUNDARY)):
+        if not (wanted.source or (self._is_telling and asked_count >= LEAST_PROMPT_TOKENS)):
             return
         held = await self._cache.prefixes.held(
             tenant,
@@ -132,19 +138,26 @@ class Borrowing:
             if _now() - self._asked_s.get(lacking, float("-inf")) < ASKED_INTERVAL_S:
                 return
             self._asked_s.note(lacking, _now())
-            work = at_work(self._come(tenant, wanted, held, keys, patience_s))
+            work = at_work(self._come(tenant, wanted, held, keys, patience_s, may_look=is_worth_looking))
             task = self._coming[lacking] = _loop().create_task(work)
             task.add_done_callback(lambda _: self._coming.pop(lacking, None))
-        # Whoever goes away ends no one else's wait.
+        # A caller that goes away ends no other caller's wait.
         await asyncio.shield(task)
 
     async def _come(
-        self, tenant: str, wanted: Wanted, held: Held, keys: Sequence[bytes], patience_s: float
+        self,
+        tenant: str,
+        wanted: Wanted,
+        held: Held,
+        keys: Sequence[bytes],
+        patience_s: float,
+        *,
+        may_look: bool,
     ) -> None:
         begun = _now()
         deadline = begun + patience_s
         address, path, entry = await self._address_of(wanted.source), "", None
-        if not address and self._is_telling:
+        if not address and may_look:
             address, path, entry = await self._look(tenant, held, keys, patience_s)
         if not address or address == self._claims.address:
             return
@@ -264,7 +277,7 @@ class Borrowing:
     async def _look(
         self, tenant: str, held: Held, keys: Sequence[bytes], patience_s: float
     ) -> tuple[str, str, Entry | None]:
-        """Who has the longest prefix that the bucket knows: its address, and the holder's path and object."""
+        """The address of the host with the longest known prefix; the path and the object that say so."""
         lengths = boundaries(len(keys) * BLOCK_TOKENS)[-BOUNDARIES_AT_ONCE:]
         paths = [
             self._secret.holder_path(tenant, keys[length // BLOCK_TOKENS - 1])

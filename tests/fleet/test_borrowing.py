@@ -241,6 +241,7 @@ def test_a_prompt_that_is_short_or_mostly_here_asks_nobody(knowing: Stores) -> N
     await_told(knowing, 0, 3)
     before = knowing.clients[1].admin.fleet().head_read_count
     assert match(knowing, 1, short[0]).token_count == 0
+    assert match(knowing, 1, short[0], source="a host that no store has").token_count == 0
     assert match(knowing, 1, long[0]).token_count == 960
     assert knowing.clients[1].admin.fleet().head_read_count == before
 
