@@ -489,7 +489,7 @@ class Fleet:
             settled = at_work(self._settled(name))
             task = self._settling[name] = asyncio.get_running_loop().create_task(settled)
             task.add_done_callback(lambda _: self._settling.pop(name, None))
-        # Whoever goes away ends no one else's wait.
+        # A caller that goes away ends no other caller's wait.
         return await asyncio.shield(task)
 
     async def _settled(self, name: Name) -> Verdict:

@@ -71,8 +71,8 @@ class PrefixServiceServicer(object):
     """
 
     def MatchPrefix(self, request, context):
-        """Says how many of the first tokens are there, and holds them where that is asked for. Of what another host of the
-        fleet has, more may come meanwhile. Counts as no access without a lease. Nothing found is a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
+        """Says how many of the first tokens are there, and holds them where that is asked for. Tokens that another host of the
+        fleet has may come meanwhile. Counts as no access without a lease. Nothing found is a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
         (MODEL_NOT_FOUND); with a lease RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS) and UNAVAILABLE
         (TIER_FAILURE): then nothing is held.
         """
@@ -82,8 +82,8 @@ class PrefixServiceServicer(object):
 
     def AdoptPrefix(self, request, context):
         """Lets a session that never had a token begin with the longest prefix that another one has. Nothing is copied: both
-        list the same segments, and go on independently. Of what another host of the fleet has, more may come before. Rows that only memory has are written to disk first. Durable
-        when it returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access.
+        list the same segments, and go on independently. Tokens that another host of the fleet has may come first. Rows that
+        only memory has are written to disk first. Durable when it returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access.
         Errors: INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND
         (SESSION_NOT_FOUND); ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION
         (MODEL_FINGERPRINT_MISMATCH); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).

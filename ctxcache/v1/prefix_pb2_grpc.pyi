@@ -42,15 +42,15 @@ class PrefixServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefixServiceAsyncStub: ...
     MatchPrefix: _grpc.UnaryUnaryMultiCallable[_prefix_pb2.MatchPrefixRequest, _prefix_pb2.MatchPrefixResponse]
-    """Says how many of the first tokens are there, and holds them where that is asked for. Of what another host of the
-    fleet has, more may come meanwhile. Counts as no access without a lease. Nothing found is a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
+    """Says how many of the first tokens are there, and holds them where that is asked for. Tokens that another host of the
+    fleet has may come meanwhile. Counts as no access without a lease. Nothing found is a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
     (MODEL_NOT_FOUND); with a lease RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS) and UNAVAILABLE
     (TIER_FAILURE): then nothing is held.
     """
     AdoptPrefix: _grpc.UnaryUnaryMultiCallable[_prefix_pb2.AdoptPrefixRequest, _prefix_pb2.AdoptPrefixResponse]
     """Lets a session that never had a token begin with the longest prefix that another one has. Nothing is copied: both
-    list the same segments, and go on independently. Of what another host of the fleet has, more may come before. Rows that only memory has are written to disk first. Durable
-    when it returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access.
+    list the same segments, and go on independently. Tokens that another host of the fleet has may come first. Rows that
+    only memory has are written to disk first. Durable when it returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access.
     Errors: INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND
     (SESSION_NOT_FOUND); ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION
     (MODEL_FINGERPRINT_MISMATCH); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
@@ -74,15 +74,15 @@ class PrefixServiceAsyncStub(PrefixServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     MatchPrefix: _aio.UnaryUnaryMultiCallable[_prefix_pb2.MatchPrefixRequest, _prefix_pb2.MatchPrefixResponse]  # type: ignore[assignment]
-    """Says how many of the first tokens are there, and holds them where that is asked for. Of what another host of the
-    fleet has, more may come meanwhile. Counts as no access without a lease. Nothing found is a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
+    """Says how many of the first tokens are there, and holds them where that is asked for. Tokens that another host of the
+    fleet has may come meanwhile. Counts as no access without a lease. Nothing found is a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
     (MODEL_NOT_FOUND); with a lease RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS) and UNAVAILABLE
     (TIER_FAILURE): then nothing is held.
     """
     AdoptPrefix: _aio.UnaryUnaryMultiCallable[_prefix_pb2.AdoptPrefixRequest, _prefix_pb2.AdoptPrefixResponse]  # type: ignore[assignment]
     """Lets a session that never had a token begin with the longest prefix that another one has. Nothing is copied: both
-    list the same segments, and go on independently. Of what another host of the fleet has, more may come before. Rows that only memory has are written to disk first. Durable
-    when it returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access.
+    list the same segments, and go on independently. Tokens that another host of the fleet has may come first. Rows that
+    only memory has are written to disk first. Durable when it returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access.
     Errors: INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND
     (SESSION_NOT_FOUND); ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION
     (MODEL_FINGERPRINT_MISMATCH); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
@@ -109,8 +109,8 @@ class PrefixServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefix_pb2.MatchPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefix_pb2.MatchPrefixResponse, _abc.Awaitable[_prefix_pb2.MatchPrefixResponse]]:
-        """Says how many of the first tokens are there, and holds them where that is asked for. Of what another host of the
-        fleet has, more may come meanwhile. Counts as no access without a lease. Nothing found is a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
+        """Says how many of the first tokens are there, and holds them where that is asked for. Tokens that another host of the
+        fleet has may come meanwhile. Counts as no access without a lease. Nothing found is a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND
         (MODEL_NOT_FOUND); with a lease RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS) and UNAVAILABLE
         (TIER_FAILURE): then nothing is held.
         """
@@ -122,8 +122,8 @@ class PrefixServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefix_pb2.AdoptPrefixResponse, _abc.Awaitable[_prefix_pb2.AdoptPrefixResponse]]:
         """Lets a session that never had a token begin with the longest prefix that another one has. Nothing is copied: both
-        list the same segments, and go on independently. Of what another host of the fleet has, more may come before. Rows that only memory has are written to disk first. Durable
-        when it returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access.
+        list the same segments, and go on independently. Tokens that another host of the fleet has may come first. Rows that
+        only memory has are written to disk first. Durable when it returns. Nothing found is a result, not an error, and leaves the session as it is. Counts as an access.
         Errors: INVALID_ARGUMENT (INVALID_FIELD, also for a session that has or had tokens); NOT_FOUND
         (SESSION_NOT_FOUND); ABORTED (GENERATION_MISMATCH, WRITE_IN_PROGRESS); FAILED_PRECONDITION
         (MODEL_FINGERPRINT_MISMATCH); RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED); UNAVAILABLE (TIER_FAILURE).
