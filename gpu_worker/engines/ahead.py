@@ -69,7 +69,7 @@ class Ahead(Closing):
         self._changed = threading.Condition()
         self._is_closing = self._is_busy = False
         self._passing, self._is_back = "", False
-        """Whose pass runs, and whether that conversation had a turn since."""
+        """The conversation whose pass runs, and whether it had a turn since."""
         self._outcomes: Counter[str] = Counter()
         engine.turn_begins = self._turn_begins
         self._thread = threading.Thread(target=self._run, name="ctxcache-ahead", daemon=True)

@@ -1,4 +1,4 @@
-"""Who has the model: turns first, and work ahead of them in between.
+"""Precedence for the model: turns come first, and work ahead of them runs in between.
 
 ```
    turn     ──────waits for a step──►[ turn ]            [ turn ]

@@ -12,7 +12,7 @@ whole. Then it takes the other's place in one step of the store, and what was th
    alice          [ system | question | answer ]                      one step: from here on it is the new one
 ```
 
-What a killed engine leaves of this expires. What is kept shares its segments with the session, has its
+The sessions that a killed engine leaves expire. What is kept shares its segments with the session, has its
 labels, and is found by its tokens, as any session. Worst case: an edit in the midst of 64 tokens computes
 these again.
 """
@@ -114,7 +114,7 @@ class Renderings:
                 is_rewrite=True,
             )
         except BaseException:
-            # Of a conversation that was deleted meanwhile nothing may come back.
+            # A conversation that was deleted meanwhile must not come back.
             if kept is not None:
                 self.drop(kept)
             raise

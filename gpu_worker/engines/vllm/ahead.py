@@ -101,7 +101,7 @@ class AheadMiddleware:
         self._held: OrderedDict[str, array[int]] = OrderedDict()
         self._served_count = 0
         self._passing, self._is_back = "", False
-        """Whose pass runs, and whether that conversation had a request since."""
+        """The conversation whose pass runs, and whether it had a request since."""
         self._changed = asyncio.Event()
         self._aborted = asyncio.Event()
         """That of the pass that runs."""
@@ -407,7 +407,7 @@ def _fields(data: bytes) -> Fields | None:
 
 
 def _to_tokenize(body: Fields) -> Fields:
-    """What of a chat request its prompt depends on, as `/tokenize` takes it."""
+    """The fields of a chat request on which its prompt depends, as `/tokenize` takes them."""
     told = {key: body[key] for key in _TOKENIZED if body.get(key) is not None}
     # A chat request takes both names of a thought, and a template is given the one.
     told["messages"] = [
