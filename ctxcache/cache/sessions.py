@@ -223,9 +223,9 @@ class Sessions:
         return session.view()
 
     def _still(self, session: Session) -> None:
-        """Raise SessionNotFound where the session has ended: another one may have its name by now."""
-        if self._ledger.find(session.tenant, session.session_id) is not session:
-            raise SessionNotFound(session=f"sessions/{session.session_id}")
+        """Raise SessionNotFound where the session has ended, or goes on at another host by now."""
+        if session.is_guest or self._ledger.find(session.tenant, session.session_id) is not session:
+            raise SessionNotFound(session=session.name)
 
     async def keep_recent(
         self, tenant: str, session_id: str, generation: int | None, *, recent_count: int, sink_count: int

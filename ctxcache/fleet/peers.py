@@ -237,6 +237,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         model = self._cache.models.get(tenant, view.model_id)
         model_message = await told_model(model, LoopSlice(self._turns))
         told = session_pb2.Session.FromString(convert.whole_session(view, self._clock))
+        told.name = f"sessions/{guest.session_id}"
         told.is_pinned = former.is_pinned
         told.ClearField("ttl")
         if former.expiration.ttl_ns is not None:

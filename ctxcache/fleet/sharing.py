@@ -275,7 +275,12 @@ class Sharing:
         raise NoAnswer("who continues the session is not known")
 
     async def _put(self, name: Name, session: Session, cut: Range) -> Part:
-        """An object of the rows at these positions. Raises NoAnswer, SessionNotFound, and as reads do."""
+        """An object of the rows at these positions.
+
+        Raises NoAnswer, SessionMoved, SessionNotFound, and as reads do.
+        """
+        if session.is_guest:
+            raise SessionMoved(session=session.name)
         request = session_pb2.ReadSessionRequest(
             name=session.name,
             model_fingerprint=session.model_fingerprint,

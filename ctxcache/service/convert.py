@@ -307,8 +307,7 @@ def fill_session(message: session_pb2.Session, view: SessionView, clock: Clock) 
 
 def _fill(message: session_pb2.Session, view: SessionView, ahead_ns: int) -> None:
     constants = _CONSTANTS.get(view.uid)
-    # A guest has another name than the session that it was.
-    if constants is None or constants.name != view.name:
+    if constants is None:
         # All entries go at once: sessions that are asked for come back within their next calls.
         if len(_CONSTANTS) >= CONSTANTS_LIMIT:
             _CONSTANTS.clear()

@@ -603,7 +603,8 @@ class LocalClient:
     async def _make_durable(self, reservation: Reservation, *, is_shared: bool) -> None:
         await self._cache.appends.flush(reservation)
         if is_shared:
-            await self._whereabouts.share(self._tenant, reservation.session.session_id)
+            session_id = reservation.session.name.removeprefix("sessions/")
+            await self._whereabouts.share(self._tenant, session_id)
 
     def _durability_of(self, request: arena_pb2.CommitReservations) -> tuple[bool, bool]:
         """What several commits wait for. Raises InvalidArgument where they do not fit together."""

@@ -133,7 +133,7 @@ class Append:
             raise self._cut_off() from error
         if is_shared:
             session = self.reservation.session
-            await self._whereabouts.share(session.tenant, session.session_id)
+            await self._whereabouts.share(session.tenant, session.name.removeprefix("sessions/"))
 
     def check_finished(self) -> None:
         """Raise IncompleteAppend when rows came after the last commit."""

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 
 from ctxcache.client import OPAQUE, TOKENS, Durability, connect
-from ctxcache.errors import FleetNotFound, SessionNotFound
+from ctxcache.errors import FleetNotFound, SessionMoved, SessionNotFound
 from ctxcache.format.streams import Stream
-from tests.fleet.stores import SPEC, Stores, User
+from tests.fleet.stores import BEAT_S, SPEC, Stores, User
 from tests.server_process import ServerProcess
 
 
@@ -116,6 +117,23 @@ def test_large_sessions_are_several_objects(stores: Stores) -> None:
     assert len(objects(stores)) >= 6
     stores.processes[0].kill9()
     assert user.turn(1) == 80_000
+
+
+def test_a_session_that_moves_while_it_is_shared_is_said_to_have_moved(tmp_path: Path) -> None:
+    """Its writer hears of that, and of no fault of its own."""
+    with Stores(tmp_path, 2, "--fleet-share-bytes-per-s", "8MiB") as stores, ThreadPoolExecutor(1) as thread:
+        user = User(stores, "alice")
+        user.turn(0)
+        while not user.found(1):
+            time.sleep(BEAT_S)
+        user.found(0)
+        before = len(objects(stores))
+        sharing = thread.submit(user.turn, 0, 40_000, durability=SHARED)
+        while len(objects(stores)) == before:
+            time.sleep(0.01)
+        assert stores.clients[1].sessions.get(user.name).token_count == 40_070
+        with pytest.raises(SessionMoved):
+            sharing.result()
 
 
 def test_what_leaves_the_ssd_is_not_lost(stores: Stores) -> None:

@@ -1,5 +1,7 @@
 """A conversation goes on wherever it lands: real stores, each a process, and one bucket."""
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +66,29 @@ def test_a_writer_of_the_former_store_is_cut_off(stores: Stores) -> None:
         stale.append({TOKENS: tokens, OPAQUE: rows})
     assert user.found(1) == 170
     assert user.found(0) == 170
+
+
+def test_an_answer_names_the_session_that_was_asked_for(stores: Stores) -> None:
+    """Also where another store takes the session over before the answer is made."""
+    name, wrong, is_over = "sessions/alice", list[str](), threading.Event()
+
+    def use(number: int) -> None:
+        client, model = stores.clients[number], stores.models[number]
+        while not is_over.is_set():
+            with contextlib.suppress(CacheError):
+                session = client.sessions.create(model, id="alice", exist_ok=True)
+                tokens, rows = rows_of("alice", session.info.token_count, 5)
+                infos = [session.info, session.append({TOKENS: tokens, OPAQUE: rows})]
+                infos += [session.keep_first(0), session.flush()]
+                wrong.extend(info.name for info in infos if info.name != name)
+
+    with ThreadPoolExecutor(4) as threads:
+        uses = [threads.submit(use, number % 2) for number in range(4)]
+        time.sleep(4)
+        is_over.set()
+    for each in uses:
+        each.result()
+    assert not wrong
 
 
 def test_a_session_that_is_written_stays_where_it_is(stores: Stores) -> None:

@@ -47,7 +47,10 @@ class Names:
     def rename(self, session: Session, session_id: str) -> None:
         """A session that is not dormant has another id from here on, which is free."""
         self.forget(session)
-        session.session_id, session.name = session_id, f"sessions/{session_id}"
+        session.session_id = session_id
+        # A guest is still told by the name that clients asked for: an answer may be under way.
+        if not session.is_guest:
+            session.name = f"sessions/{session_id}"
         self.add(session)
 
     def forget(self, session: Session) -> None:

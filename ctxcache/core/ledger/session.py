@@ -272,7 +272,7 @@ class Session:
     """The counts of the session's segments."""
 
     name: str = field(init=False)
-    """Resource name."""
+    """Resource name, as clients know it. A guest keeps the name of the session that it was."""
     is_block: bool = field(init=False)
     """Whether this is a block."""
 
