@@ -202,9 +202,10 @@ class _Backup:
             return None
         # A flush would write the tail elsewhere, and give back the slot that is being read.
         async with self._flushing.lock(session):
-            # A guest has no name to come back under: its session goes on at another store.
+            # No client could ask for a hidden one: a guest goes on at another store, a former rendering ends
+            # with its owner.
             is_over = (
-                session.is_gone or session.is_guest or session.expire_time_ns <= self._state.clock.now_ns()
+                session.is_gone or session.is_hidden or session.expire_time_ns <= self._state.clock.now_ns()
             )
             model = self._models.get((session.tenant, session.model_id))
             if is_over or model is None:

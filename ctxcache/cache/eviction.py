@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
+from typing import NamedTuple
 
 from ctxcache.cache.segments import SegmentIO
 from ctxcache.cache.state import Background, State
@@ -37,6 +38,16 @@ FREED_PER_SLICE = 64
 """Segments given back before others get their turn of the event loop."""
 
 
+class Ended(NamedTuple):
+    """Sessions that are gone, and the segments that no session lists any more."""
+
+    sessions: Sequence[Session]
+    segments: Sequence[Segment]
+
+
+NOTHING_ENDED = Ended((), ())
+
+
 class Departures:
     """Takes records away, and then gives slots back. Owned by the event loop."""
 
@@ -53,10 +64,20 @@ class Departures:
         return False
 
     async def remove(self, sessions: Iterable[Session], *, is_evicted: bool = False) -> None:
-        """Make sessions unreachable at once, and give their bytes back when their records are gone."""
-        gone = [session for session in sessions if not session.is_gone]
-        dead = [*chain.from_iterable(self._ledger.ended(s, is_evicted=is_evicted) for s in gone)]
+        """Make sessions unreachable at once, and give their bytes back when their records are gone.
+
+        What they were before edits goes in the same commit.
+        """
+        gone, dead = self.end(sessions, is_evicted=is_evicted)
         await self.write_down(gone=gone, dead=dead)
+
+    def end(self, sessions: Iterable[Session], *, is_evicted: bool = False) -> Ended:
+        """End sessions, and what they were before edits. What ended is to be written down at once."""
+        named = [session for session in sessions if not session.is_gone]
+        # A session and a former rendering of it may be among them.
+        gone = [*dict.fromkeys(chain.from_iterable(map(self._ledger.with_formers, named)))]
+        dead = [*chain.from_iterable(self._ledger.ended(s, is_evicted=is_evicted) for s in gone)]
+        return Ended(gone, dead)
 
     # Nothing on disk has to be undone: that is why it may be done at once, inside a search for room.
     def remove_unrecorded(self, session: Session) -> int:
@@ -64,7 +85,15 @@ class Departures:
 
         Nobody waits for its own record to go: after a crash the session may be there again, empty.
         """
+        _, *formers = self._ledger.with_formers(session)
         dead = self._ledger.ended(session, is_evicted=True)
+        if formers:
+            # Records name their bytes, and are gone in one step with the session's own.
+            gone, recorded = self.end(formers)
+            self._background.start(self.write_down(gone=[session, *gone], dead=recorded))
+            for segment in dead:
+                self._ledger.forgotten(segment)
+            return len(dead)
         # Where no changes are taken now, the end of the rest removes it.
         with suppress(TierFailure):
             self._metadata.commit(Changes(deleted_session_uids=[session.uid]), is_durable=False).close()

@@ -8,6 +8,7 @@ unless it is being written when all else is gone. Worst case: a look at every se
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from ctxcache.cache.eviction import Departures
 from ctxcache.cache.models import Models
@@ -89,6 +90,8 @@ class Forgetting:
             session = self._ledger.glance(tenant, name)
             if session is not None and session.model_id in owners:
                 owned.append(session)
+        # Former renderings first: each goes by itself, and is counted. Their owners would take them along.
+        owned.sort(key=attrgetter("is_former"), reverse=True)
         for block in [*self._ledger.blocks()]:
             if pace.is_over:
                 await pace.rest()

@@ -22,7 +22,7 @@ from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.leases import Leases, ReadRequest
 from ctxcache.cache.state import STEP_BY_STEP, Call, Pace, State
 from ctxcache.cache.token_leases import TokenLease, TokenLeases
-from ctxcache.core.ledger.session import GUESTS, Piece, Session, SessionView
+from ctxcache.core.ledger.session import HIDDEN, Piece, Session, SessionView
 from ctxcache.core.prefix.keys import BLOCK_BYTES, BLOCK_TOKENS, NO_PARENT, Scope, scope_of
 from ctxcache.errors import (
     CorruptSegment,
@@ -307,7 +307,7 @@ class Prefixes:
         for i, session_id in enumerate(list(self._ledger.names.ids(tenant)), 1):
             # A dormant session shares nothing.
             is_dormant = self._ledger.sleep.dormant.named(tenant, session_id) is not None
-            is_hidden = is_dormant or session_id.startswith(GUESTS)
+            is_hidden = is_dormant or session_id.startswith(HIDDEN)
             session = None if is_hidden else self._ledger.glance(tenant, session_id)
             first = session.segments[0] if session and session.segments else None
             if session and first and first.reference_count > 1 and first.segment_id not in shared:

@@ -12,14 +12,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ctxcache.cache.eviction import Departures, SsdRoom, record_of, segment_record_of
+from ctxcache.cache.eviction import NOTHING_ENDED, Departures, Ended, SsdRoom, record_of, segment_record_of
 from ctxcache.cache.flushing import Flushing
 from ctxcache.cache.leases import Leases, ReadRequest
 from ctxcache.cache.state import LOOKUP, STEP_BY_STEP, Call, Fact, Pace, State
 from ctxcache.core import ranges
 from ctxcache.core.history import Event
 from ctxcache.core.ledger.residence import Count
-from ctxcache.core.ledger.session import GUESTS, Expiration, Session, SessionView
+from ctxcache.core.ledger.session import GUESTS, HIDDEN, Expiration, Session, SessionView
 from ctxcache.core.prefix.keys import TOKEN_BYTES
 from ctxcache.core.ranges import Ranges
 from ctxcache.errors import (
@@ -164,8 +164,8 @@ class Sessions:
             begin = bisect_right(names, after)
             some = names[begin : begin + NAMES_PER_TURN]
             for name in some:
-                # Guests come behind all sessions that have names, and are listed to nobody.
-                if name.startswith(GUESTS):
+                # Hidden ones come behind all sessions that have names, and are listed to nobody.
+                if name.startswith(HIDDEN):
                     return
                 session = self._ledger.glance(tenant, name)
                 if session is None or session.expire_time_ns <= now_ns:
@@ -224,7 +224,7 @@ class Sessions:
 
     def _still(self, session: Session) -> None:
         """Raise SessionNotFound where the session has ended, or goes on at another host by now."""
-        if session.is_guest or self._ledger.find(session.tenant, session.session_id) is not session:
+        if session.is_hidden or self._ledger.find(session.tenant, session.session_id) is not session:
             raise SessionNotFound(session=session.name)
 
     async def keep_recent(
@@ -302,16 +302,17 @@ class Sessions:
         expiration: Expiration | None,
         replaces: int | None = None,
         is_rewrite: bool = False,
+        former_count: int = 0,
         pace: Pace = STEP_BY_STEP,
     ) -> SessionView:
         """Create a session that shares the source's first tokens, which are made durable first.
 
         Long work is done at `pace`, and changes nothing that a caller sees: the fork is of the source as
         that is at the end. `replaces`: it takes the place of the session of that id, which is at this
-        generation; then `expiration` is that one's. `is_rewrite`: that one may have other tokens. Raises
-        SessionNotFound, SessionAlreadyExists, GenerationMismatch, WriteInProgress, SessionInUse,
-        ModelFingerprintMismatch, InvalidArgument, TokenRangeOutOfBounds, SessionTooFragmented,
-        CapacityExceeded, TierFailure.
+        generation; then `expiration` is that one's. `is_rewrite`: that one may have other tokens, and stays
+        hidden as a former rendering, of which the name has `former_count` at most. Raises SessionNotFound,
+        SessionAlreadyExists, GenerationMismatch, WriteInProgress, SessionInUse, ModelFingerprintMismatch,
+        InvalidArgument, TokenRangeOutOfBounds, SessionTooFragmented, CapacityExceeded, TierFailure.
         """
         # Every refusal comes before the source is flushed for the fork.
         source, kept = self._forkable(tenant, session_id, generation, token_count)
@@ -368,7 +369,7 @@ class Sessions:
         # The access counts for the source: a session that is forked is in use.
         self._ledger.touched(source, self._state.clock.now_ns())
         if replaced is not None:
-            return await self._take_place(replaced, fork, source)
+            return await self._take_place(replaced, fork, source, former_count if is_rewrite else None)
         return await self._admit(fork, source)
 
     def _replaceable(
@@ -419,7 +420,9 @@ class Sessions:
         async with self._leases.stream(request, ranges_of((TOKENS,))) as (_, _, rows):
             return b"".join([bytes(item.data) async for item in rows])
 
-    async def _take_place(self, replaced: Session, fork: Session, source: Session) -> SessionView:
+    async def _take_place(
+        self, replaced: Session, fork: Session, source: Session, former_count: int | None
+    ) -> SessionView:
         # The times, pins, copies and labels belong to the name, and go on. Only the rows are others.
         fork.create_time_ns, fork.access_time_ns = replaced.create_time_ns, replaced.access_time_ns
         fork.expiration, fork.expire_time_ns = replaced.expiration, replaced.expire_time_ns
@@ -430,10 +433,11 @@ class Sessions:
         self._state.journal.happened(
             replaced, Event.DELETED, detail="replaced", token_count=replaced.token_count
         )
-        dead = self._ledger.replaced(replaced, fork, source)
+        gone, dead = self._ledger.replaced(replaced, fork, source, former_count=former_count)
         self._heard_of(fork, source)
+        changed = [fork] if replaced.is_gone else [fork, replaced]
         # The fork stays where this fails: its rows are durable, and its record is owed or there.
-        await self._departures.write_down([fork], gone=[replaced], dead=dead)
+        await self._departures.write_down(changed, gone=gone, dead=dead)
         return fork.view()
 
     def _forkable(
@@ -568,12 +572,12 @@ class Sessions:
 
     def check_new(self, tenant: str, session_id: str) -> None:
         """Raise TooManyRequests, SessionAlreadyExists where no session of this name may begin."""
-        if session_id.startswith(GUESTS):
+        if session_id.startswith(HIDDEN):
             return
         limit = self._state.limits.session_count
         names = self._ledger.names
-        # Guests stay for an hour, and nobody could do anything about them.
-        count, own = self._ledger.session_count - names.guest_count, names.own_count(tenant)
+        # Hidden ones stay for an hour, and nobody could do anything about them.
+        count, own = self._ledger.session_count - names.hidden_count, names.own_count(tenant)
         if self._state.limits.bound(limit).is_reached(count, own):
             # The limit counts sessions. Blocks have a limit of their own.
             raise TooManyRequests(what="sessions", limit=limit)
@@ -583,17 +587,19 @@ class Sessions:
 
     # -- a fleet of hosts ----------------------------------------------------------------------------
 
-    def retire(self, session: Session, until_ns: int) -> None:
+    def retire(self, session: Session, until_ns: int) -> Ended:
         """Take its name from a session that goes on at another host; it ends at `until_ns` at the latest.
 
-        Its record follows with `renamed`.
+        What it was before edits ends, and is returned. The record follows with `renamed`.
         """
+        ended = self._departures.end(self._ledger.with_formers(session)[1:])
         self._state.journal.happened(session, Event.MOVED, detail="another host took it over")
         self._ledger.renamed(session, GUESTS + session.uid.hex())
         session.expiration = Expiration(None, min(session.expire_time_ns, until_ns))
         if session.is_pinned:
             self._ledger.pinned(session, is_pinned=False)
         self._ledger.touched(session, self._state.clock.now_ns())
+        return ended
 
     def restore(self, guest: Session, session_id: str, expiration: Expiration, *, is_pinned: bool) -> None:
         """Give a guest its name again, and what it had before."""
@@ -608,10 +614,11 @@ class Sessions:
         guest.expiration = Expiration(None, self._state.clock.now_ns())
         self._ledger.touched(guest, self._state.clock.now_ns())
 
-    async def renamed(self, session: Session) -> None:
-        """Write down that a session has another name. Raises TierFailure."""
-        if not session.is_gone:
-            await self._departures.write_down([session])
+    async def renamed(self, session: Session, ended: Ended = NOTHING_ENDED) -> None:
+        """Write down that a session has another name, and what ended with that. Raises TierFailure."""
+        changed = [] if session.is_gone else [session]
+        if changed or ended.sessions:
+            await self._departures.write_down(changed, gone=ended.sessions, dead=ended.segments)
 
     def lookup(self, tenant: str, session_id: str, fingerprint: bytes) -> Lookup:
         """The part of a session that could be restored, without side effects. Never raises."""
@@ -714,13 +721,13 @@ class Sessions:
         expired = self._ledger.named(session.tenant, session.session_id)
         if expired:
             self._ended(expired, Event.EXPIRED)
-        dead = self._ledger.ended(expired) if expired else []
+        gone, dead = self._departures.end([expired] if expired else [])
         self._ledger.opened(session)
         self._heard_of(session, source)
         if source:
             self._ledger.forked(source, session)
         try:
-            await self._departures.write_down([session], gone=[expired] if expired else [], dead=dead)
+            await self._departures.write_down([session], gone=gone, dead=dead)
         except TierFailure:
             # The caller is told of the failure: then there must be no session either.
             if not session.is_gone:

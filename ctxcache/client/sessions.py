@@ -481,13 +481,15 @@ class SessionHandle:
         if_generation_match: int | None = None,
         replaces_generation: int | None = None,
         is_rewrite: bool = False,
+        former_count: int = 0,
     ) -> "SessionHandle":
         """Return a handle on a new session that shares the first tokens, all unless said otherwise.
 
         `replaces_generation`: it takes the place of the session `id`, which has the same tokens and is at
-        that generation, in one durable step. `is_rewrite`: that session may have other tokens. Raises
-        SessionAlreadyExists, TokenRangeOutOfBounds, GenerationMismatch, WriteInProgress, SessionInUse
-        (somebody reads the one to be replaced).
+        that generation, in one durable step. `is_rewrite`: that session may have other tokens. It stays as a
+        former rendering, of which the name has `former_count` at most, up to 16: they have no names, are
+        found by their tokens, and end with the session. Raises SessionAlreadyExists, TokenRangeOutOfBounds,
+        GenerationMismatch, WriteInProgress, SessionInUse (somebody reads the one to be replaced).
         """
         _check_expiration(ttl, expire_time)
         request = session_pb2.ForkSessionRequest(
@@ -499,6 +501,7 @@ class SessionHandle:
             if_generation_match=if_generation_match,
             replaces_generation=replaces_generation,
             is_rewrite=is_rewrite,
+            former_count=former_count,
         )
         made = read_session_info(self._wire.call(self._wire.sessions.ForkSession, request))
         return SessionHandle(self._wire, self._routes, self._prefixes, made, self._model)

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from ctxcache.cache import Cache
+from ctxcache.cache.eviction import NOTHING_ENDED, Ended
 from ctxcache.cache.state import Pace, part_of_work
 from ctxcache.client.credentials import ClientTls, OwnTokenFile
 from ctxcache.core.fleet.claims import Busy, Claims, FleetFacts, Left, Loss, Verdict
@@ -32,7 +33,7 @@ from ctxcache.core.fleet.register import NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure
 from ctxcache.core.fleet.worth import Worth
 from ctxcache.core.history import Event
-from ctxcache.core.ledger.session import GUESTS, Expiration, Session
+from ctxcache.core.ledger.session import HIDDEN, Expiration, Session
 from ctxcache.core.ledger.work import Work, at_work
 from ctxcache.errors import (
     CacheError,
@@ -339,7 +340,7 @@ class Fleet:
             Name(tenant, session_id)
             for tenant in sorted(self._cache.ledger.names.tenants())
             for session_id in ids(tenant)
-            if not session_id.startswith(GUESTS)
+            if not session_id.startswith(HIDDEN)
         ]
         told = operations_pb2.PublishSessionsResponse(session_count=len(names))
         yield told
@@ -655,8 +656,8 @@ class Fleet:
         self._end_guest(name)
         self._guest_of[name] = session.uid.hex()
         self._former[session.uid.hex()] = self._was(session)
-        self._cache.sessions.retire(session, self._cache.state.clock.now_ns() + GUEST_TTL_NS)
-        self._spawn(self._write_down(session))
+        ended = self._cache.sessions.retire(session, self._cache.state.clock.now_ns() + GUEST_TTL_NS)
+        self._spawn(self._write_down(session, ended))
 
     def _was(self, session: Session) -> Former:
         return Former.of(session, self.sharing.parts_of(session))
@@ -769,9 +770,9 @@ class Fleet:
         ttl_ns = validate.sliding(offer.told.ttl).ttl_ns if has_ttl else None
         return Expiration(ttl_ns, min(now_ns + remaining_ns, validate.LATEST_NS))
 
-    async def _write_down(self, session: Session) -> None:
+    async def _write_down(self, session: Session, ended: Ended = NOTHING_ENDED) -> None:
         try:
-            await self._cache.sessions.renamed(session)
+            await self._cache.sessions.renamed(session, ended)
         except CacheError as error:
             # The record is owed. After a crash before it is written, the head says whose the session is.
             log.warning("guest_not_recorded error=%s", error)

@@ -313,7 +313,7 @@ class Borrowing:
 
     def committed(self, session: Session) -> None:
         """Tokens of a session were committed here: the bucket is to know of its prefixes."""
-        if not self._is_telling or session.is_block or session.is_guest:
+        if not self._is_telling or session.is_block or session.is_hidden:
             return
         count, uid = session.whole_token_count, session.uid.hex()
         told = self._told.get(uid, 0)

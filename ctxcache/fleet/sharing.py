@@ -123,7 +123,7 @@ class Sharing:
 
     def changed(self, session: Session, *, is_cut: bool) -> None:
         """Tokens of a session were committed here, or dropped."""
-        if session.is_block or session.is_guest:
+        if session.is_block or session.is_hidden:
             return
         # What the bucket has follows a drop, also where it was put there because somebody asked once.
         if self._is_asked_always or (is_cut and self._has_some(session)):
@@ -160,7 +160,7 @@ class Sharing:
         """The bucket is told how long sessions live on that were used here, and not written."""
         for uid, known in list(self._known.items()):
             session = self._cache.ledger.names.by_uid.get(bytes.fromhex(uid))
-            if session is None or session.is_guest or not known.index or not _lives_longer(session, known):
+            if session is None or session.is_hidden or not known.index or not _lives_longer(session, known):
                 continue
             self._due.setdefault(Name(session.tenant, session.session_id), time.monotonic())
 
@@ -279,7 +279,7 @@ class Sharing:
 
         Raises NoAnswer, SessionMoved, SessionNotFound, and as reads do.
         """
-        if session.is_guest:
+        if session.is_hidden:
             raise SessionMoved(session=session.name)
         request = session_pb2.ReadSessionRequest(
             name=session.name,

@@ -63,7 +63,7 @@ async def listed_sessions(cache: Cache) -> SessionList:
     for begin in range(0, len(sessions), SLICE):
         for i, session in enumerate(sessions[begin : begin + SLICE], begin):
             # Segments that forks share count for each of them, as their reading does.
-            if session.is_guest:
+            if session.is_hidden:
                 continue
             _keep(largest, (session.size_bytes, i, session))
             _keep(hottest, (session.heat_at(now_ns), i, session))

@@ -30,6 +30,8 @@ QUERIES_PER_LOOK = 8
 """Queries between two looks at the clock: some tens of microseconds."""
 RESULTS_FIELD = session_pb2.LookupSessionsResponse.RESULTS_FIELD_NUMBER
 DROP_LIMIT = 4096
+FORMERS_LIMIT = 16
+"""Former renderings of a session: all of them are looked at where one more comes."""
 RANGES_PER_PAUSE = 256
 KINDS_KEPT_BYTES, KINDS_ENTRY_BYTES = 1 << 20, 256
 """Bytes of encoded kinds that are kept ready, and what an entry takes besides."""
@@ -156,6 +158,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             raise InvalidArgument(field="session_id", problem="is required: it says which one is replaced")
         if replaces is None and request.is_rewrite:
             raise InvalidArgument(field="is_rewrite", problem="needs replaces_generation")
+        if request.former_count and not request.is_rewrite:
+            raise InvalidArgument(field="former_count", problem="needs is_rewrite")
+        validate.within(request.former_count, 0, FORMERS_LIMIT, "former_count")
         if replaces is not None and request.WhichOneof("expiration") is not None:
             raise InvalidArgument(field="expiration", problem="is that of the session that is replaced")
         tenant, new_id = current().tenant, validate.new_session_id(request.session_id)
@@ -168,6 +173,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             _generation(request),
             replaces=replaces,
             is_rewrite=request.is_rewrite,
+            former_count=request.former_count,
             token_count=request.token_count if request.HasField("token_count") else None,
             expiration=self._future(self._expiration(request)),
             pace=LoopSlice(self._turns),

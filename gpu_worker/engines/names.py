@@ -20,9 +20,8 @@ from ctxcache.format.ids import SESSION_ID
 #     name      alice          alice.rank1        sha256:0f3a...
 #     id        alice          sha256:5b1c...     sha256:77e0...
 #     rank 1    alice.rank1    sha256:5b1c....rank1
-#     past 2    alice.past2    sha256:5b1c....past2
 DIGEST = "sha256:"
-_OURS = re.compile(r"\.(rank|past)[0-9]+")
+_OURS = re.compile(r"\.rank[0-9]+")
 
 
 def session_id(name: str) -> str:
@@ -38,17 +37,8 @@ def session_id(name: str) -> str:
 
 def part_of(id_: str, rank: int) -> str:
     """The id of the session that has a rank's part of the session of this id."""
-    return _derived(id_, f".rank{rank}")
-
-
-def past_of(id_: str, number: int) -> str:
-    """The id of the session that keeps an earlier rendering of the session of this id."""
-    return _derived(id_, f".past{number}")
-
-
-def _derived(id_: str, ending: str) -> str:
-    derived = f"{id_}{ending}"
-    return derived if SESSION_ID.fullmatch(derived) else f"{_digest(id_)}{ending}"
+    part = f"{id_}.rank{rank}"
+    return part if SESSION_ID.fullmatch(part) else f"{_digest(id_)}.rank{rank}"
 
 
 def _digest(name: str) -> str:

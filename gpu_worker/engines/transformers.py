@@ -34,7 +34,7 @@ from gpu_worker.engines import names
 from gpu_worker.engines.precedence import Precedence
 from gpu_worker.engines.reasons import Reasons
 from gpu_worker.engines.transformers_host import HostCaches
-from gpu_worker.engines.transformers_renderings import KEPT, RUN_TOKENS, Renderings
+from gpu_worker.engines.transformers_renderings import KEPT, MOST_KEPT, RUN_TOKENS, Renderings
 from gpu_worker.engines.transformers_restoring import Restoring, SessionRestorer
 from gpu_worker.engines.transformers_sessions import DAMAGED, MISSES, cut, emptied, stand_in, tokens_of
 from gpu_worker.errors import IncompleteRestore, RestoreFailed
@@ -280,12 +280,12 @@ class TransformersEngine(Closing):
         a multiple of 32, or 0 for none; by default as the planner says. `holds_on_host`: for contexts whose
         K and V do not fit the device: they stay on the host while a turn is computed (`HostCache`), and
         sessions are saved as layer inputs, which a plan must say. `labels`: of each session that the engine
-        makes, beside its turn's own. `renderings`: how many earlier renderings of an edited conversation
+        makes, beside its turn's own. `renderings`: how many former renderings of an edited conversation
         stay (`rerendered`). Registers the model with a probe, or compares it with the one that is kept.
         Raises InvalidArgument(field="plan" | "snapshot_every" | "renderings"), UnsupportedArchitecture for a
         model that cannot be held so, ModelFingerprintMismatch, ModelProbeMismatch, Unavailable.
         """
-        if renderings < 0:
+        if not 0 <= renderings <= MOST_KEPT:
             raise InvalidArgument(field="renderings", problem=f"{renderings} is no number of renderings")
         if plan is not None:
             plan.check(spec)
@@ -487,7 +487,7 @@ class TransformersEngine(Closing):
 
         `history`: token ids of the next rendering. From the first one that differs on they are computed, in
         steps of `step_tokens`. Then they take the session's place at once, and what it had is kept for a
-        while as an earlier rendering, which a turn finds by its tokens. It never makes a session of its
+        while as a former rendering, which a turn finds by its tokens. It never makes a session of its
         own: one that is not there, that went on meanwhile or that somebody reads stays as it is. A turn of
         the engine that comes meanwhile waits for one step, and finds what was computed by then. `is_worth`
         is asked with the tokens that a turn would be spared and those that are to be computed; where it
@@ -525,7 +525,6 @@ class TransformersEngine(Closing):
         #
         #     create and adopt      a session with the common tokens, which expires
         #     compute, save         a longer one; the conversation is as it was
-        #     keep the old          a session that shares its segments, which expires
         #     take its place        one step of the store: the old rendering before it, the new one behind
         #     delete what was made  left over: it expires
         working = self._renderings.begun(session, history, common)
@@ -535,7 +534,7 @@ class TransformersEngine(Closing):
                 done = self._compute_ahead(working, history, pace)
             is_whole = done == len(history)
             if is_whole:
-                self._renderings.take_place(working, session, ids, common)
+                self._renderings.take_place(working, session)
             else:
                 self._renderings.leave(session, working)
         except BaseException:
@@ -745,7 +744,7 @@ class TransformersEngine(Closing):
             if known is not None and is_other and self._renderings.is_elsewhere(session, known, common):
                 # The lease goes back first: a session that is read gives its place to none.
                 stack.close()
-                session = self._renderings.switched(session, ids, known, common)
+                session = self._renderings.switched(session, known, common)
                 return self._begin(
                     session, known, wanted, choice, behind_count=behind_count, may_switch=False
                 )

@@ -8,13 +8,12 @@ whole. Then it takes the other's place in one step of the store, and what was th
    alice          [ system | question | thought | answer ]            what was computed
    a new session  [ system | question ]                               begins with what any session has of it
                   [ system | question | answer ]                      the rest is computed
-   alice.past0    [ system | question | thought | answer ]            the old rendering, for a while
    alice          [ system | question | answer ]                      one step: from here on it is the new one
+   without a name [ system | question | thought | answer ]            the old rendering, for a while
 ```
 
-The sessions that a killed engine leaves expire. What is kept shares its segments with the session, has its
-labels, and is found by its tokens, as any session. Worst case: an edit in the midst of 64 tokens computes
-these again.
+The sessions that a killed engine leaves expire. Former renderings are the store's: it finds them by their
+tokens, and ends them with the session. Worst case: an edit in the midst of 64 tokens computes these again.
 """
 
 import logging
@@ -25,18 +24,16 @@ from datetime import timedelta
 
 from ctxcache.client import CallerModel, Client, SessionHandle
 from ctxcache.client.types import SessionInfo
-from ctxcache.errors import CacheError, SessionNotFound
+from ctxcache.errors import CacheError
 from ctxcache.format.streams import TOKENS, Stream
-from gpu_worker.engines.names import past_of
 
 log = logging.getLogger(__name__)
 
 RUN_TOKENS = 64
 """Sessions are found by whole runs of so many tokens."""
 KEPT = 3
-"""Earlier renderings of a conversation that are kept."""
-KEPT_TTL = timedelta(hours=1)
-"""How long an earlier rendering is kept after its last use, unless its session ends before that."""
+"""Former renderings of a conversation that the store keeps."""
+MOST_KEPT = 16
 WORKING_TTL = timedelta(minutes=10)
 """A rendering that was begun and not finished expires then."""
 _LEAST_TTL = timedelta(seconds=1)
@@ -50,7 +47,7 @@ class Renderings:
     """The renderings of one model's conversations in a store. For one thread at a time."""
 
     def __init__(self, client: Client, model: CallerModel, *, kept: int = KEPT) -> None:
-        """`kept`: how many earlier renderings of each conversation stay, 0 for none."""
+        """`kept`: how many former renderings of each conversation stay, 0 for none."""
         self._client, self._model, self._kept = client, model, kept
         self._begun: OrderedDict[str, SessionInfo] = OrderedDict()
         """By the name of the conversation, what was begun and not finished."""
@@ -73,13 +70,13 @@ class Renderings:
         `common_count`: how many of the session's own tokens are the history's. Raises what the store's calls
         raise.
         """
-        working = self._made(session, history, WORKING_TTL)
+        working = self._made(session, history)
         # Tokens behind dropped ones have no keys: the conversation has more of the history than is found.
         if common_count - working.info.token_count >= RUN_TOKENS:
             self.drop(working.info)
             working = self._client.sessions.open(session).fork(
                 token_count=common_count,
-                ttl=_ttl(session, WORKING_TTL),
+                ttl=_ttl(session),
                 if_generation_match=session.generation,
             )
         # What an earlier attempt left is shared by now.
@@ -98,41 +95,31 @@ class Renderings:
         if working is not None:
             self.drop(working)
 
-    def take_place(
-        self, working: SessionInfo, session: SessionInfo, token_ids: Sequence[int], common_count: int
-    ) -> SessionInfo:
-        """Put a whole rendering in its conversation's place. Its session as it was seen has `token_ids`.
+    def take_place(self, working: SessionInfo, session: SessionInfo) -> SessionInfo:
+        """Put a whole rendering in its conversation's place. What was there stays as a former rendering.
 
         Raises GenerationMismatch, WriteInProgress, SessionNotFound and SessionInUse where the conversation
         went on, ended or is read meanwhile; then it is as it was.
         """
-        kept = self._keep(session, token_ids, common_count)
-        try:
-            made = self._client.sessions.open(working.name, self._model).fork(
-                id=session.name.removeprefix("sessions/"),
-                replaces_generation=session.generation,
-                is_rewrite=True,
-            )
-        except BaseException:
-            # A conversation that was deleted meanwhile must not come back.
-            if kept is not None:
-                self.drop(kept)
-            raise
+        made = self._client.sessions.open(working.name, self._model).fork(
+            id=session.name.removeprefix("sessions/"),
+            replaces_generation=session.generation,
+            is_rewrite=True,
+            former_count=self._kept,
+        )
         self.drop(working)
         return made.info
 
-    def switched(
-        self, session: SessionInfo, token_ids: Sequence[int], history: Sequence[int], common_count: int
-    ) -> SessionInfo:
+    def switched(self, session: SessionInfo, history: Sequence[int], common_count: int) -> SessionInfo:
         """Let a conversation go on in the session that has the most of its history. Returns it as it is then.
 
         Where the store refuses, the conversation stays where it was.
         """
         working: SessionInfo | None = None
         try:
-            working = self._made(session, history, WORKING_TTL).info
+            working = self._made(session, history).info
             if working.token_count > common_count:
-                session = self.take_place(working, session, token_ids, common_count)
+                session = self.take_place(working, session)
                 self.forget(session)
                 return session
         except CacheError as error:
@@ -147,47 +134,12 @@ class Renderings:
         with suppress(CacheError):
             self._client.sessions.open(working.name).delete()
 
-    def _keep(self, session: SessionInfo, token_ids: Sequence[int], common_count: int) -> SessionInfo | None:
-        """Keep what a conversation has now. Where that fails, switching back to it is computed."""
-        # Less is found by no key.
-        if len(token_ids) // RUN_TOKENS * RUN_TOKENS <= common_count:
-            return None
-        try:
-            id_ = self._room(session)
-            kept = self._made(session, token_ids, KEPT_TTL, id_).info if id_ else None
-        except CacheError as error:
-            log.info("rendering_not_kept session=%a reason=%s error=%s", session.name, error.reason, error)
-            return None
-        if kept is not None and kept.token_count <= common_count:
-            self.drop(kept)
-            return None
-        return kept
-
-    def _room(self, session: SessionInfo) -> str:
-        """The id of the next rendering to keep; the oldest gives its own up. Empty where none is kept."""
-        oldest: SessionInfo | None = None
-        for number in range(self._kept):
-            id_ = past_of(session.name.removeprefix("sessions/"), number)
-            try:
-                there = self._client.sessions.get(f"sessions/{id_}")
-            except SessionNotFound:
-                return id_
-            if oldest is None or (there.create_time_ns or 0) < (oldest.create_time_ns or 0):
-                oldest = there
-        if oldest is None:
-            return ""
-        self._client.sessions.open(oldest.name).delete()
-        return oldest.name.removeprefix("sessions/")
-
-    def _made(
-        self, session: SessionInfo, token_ids: Sequence[int], ttl: timedelta, id_: str = ""
-    ) -> SessionHandle:
+    def _made(self, session: SessionInfo, token_ids: Sequence[int]) -> SessionHandle:
         """A session with what others have of these tokens. Another one's adoption is no access to it."""
         made = self._client.sessions.create(
             self._model,
-            id=id_,
             layout=_layout(session),
-            ttl=_ttl(session, ttl),
+            ttl=_ttl(session),
             salt=session.salt,
             labels=session.labels,
         )
@@ -203,9 +155,9 @@ def _layout(session: SessionInfo) -> list[Stream]:
     return [stream for stream in session.streams() if stream != TOKENS]
 
 
-def _ttl(session: SessionInfo, most: timedelta) -> timedelta:
+def _ttl(session: SessionInfo) -> timedelta:
     """At most as long as the session itself is kept after its last access."""
     kept_ns = session.ttl_ns
     if kept_ns is None:
         kept_ns = (session.expire_time_ns or 0) - (session.access_time_ns or 0)
-    return max(min(most, timedelta(microseconds=kept_ns // 1000)), _LEAST_TTL)
+    return max(min(WORKING_TTL, timedelta(microseconds=kept_ns // 1000)), _LEAST_TTL)

@@ -304,8 +304,9 @@ class Worker(threading.Thread):
         session.begin(Change(staged.live))
         try:
             view = client.sessions.open(staged.name).fork(
-                id=session.name.removeprefix("sessions/"), replaces_generation=at, is_rewrite=is_edit
-            )
+                id=session.name.removeprefix("sessions/"), replaces_generation=at, is_rewrite=is_edit,
+                former_count=self._random.randint(0, 2) if is_edit else 0,
+            )  # fmt: skip
             self._acknowledged(session, view.info)
         except SessionInUse:
             # A job waits for it, or another client still reads.

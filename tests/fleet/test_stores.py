@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ctxcache.cli.tables import REASONS
-from ctxcache.client import OPAQUE, TOKENS, ModelSpec
+from ctxcache.client import OPAQUE, TOKENS, Durability, ModelSpec
 from ctxcache.errors import CacheError, SessionMoved, SessionNotFound
 from tests.fleet.stores import BEAT_S, Stores, User, rows_of
 
@@ -252,6 +252,53 @@ def test_a_full_store_takes_no_session_over(tmp_path: Path) -> None:
         users[0].delete(0)
         assert users[2].found(0) == 70
         assert users[0].turn(1) == 0
+
+
+def test_what_a_conversation_was_before_an_edit_stays_with_nobody(stores: Stores) -> None:
+    """It is found where the conversation is, and ends where that goes on at another store, or is deleted."""
+    user = User(stores, "alice")
+    user.turn(0, 640)
+    before = user.tokens
+    edited(stores, 0, user)
+    assert (found(stores, 0, before), found(stores, 0, user.tokens)) == (640, 640)
+    assert [session.name for session in stores.clients[0].sessions.list()] == [user.name]
+    # What the bucket says of a name must not be a former rendering's.
+    for number in (1, 0):
+        published(stores, user, number)
+        user.turn(number)
+    assert (found(stores, 0, before), found(stores, 1, before)) == (64, 64)
+    # One that never moved has left no guest, whose rows would be found.
+    user = User(stores, "bob")
+    user.turn(0, 640, durability=Durability.DISK)
+    before = user.tokens
+    edited(stores, 0, user)
+    stores.processes[0].kill9()
+    stores.restart(0)
+    assert found(stores, 0, before) == 640
+    user.delete(0)
+    assert found(stores, 0, before) == 0
+
+
+def edited(stores: Stores, number: int, user: User) -> None:
+    """The conversation has other tokens behind its first 64, and what it was is a former rendering."""
+    client, model = stores.clients[number], stores.models[number]
+    session = client.sessions.open(client.sessions.get(user.name), model)
+    user.takes += 1
+    tokens, rows = rows_of(user.session_id, 64, len(user.tokens) - 64, user.takes)
+    user.tokens = np.concatenate([user.tokens[:64], tokens])
+    user.rows = np.concatenate([user.rows[:64], rows])
+    staged = client.sessions.create(model)
+    staged.append({TOKENS: user.tokens, OPAQUE: user.rows})
+    staged.fork(
+        id=user.session_id, replaces_generation=session.info.generation, is_rewrite=True, former_count=3
+    )
+    staged.delete()
+
+
+def found(stores: Stores, number: int, tokens: np.ndarray) -> int:
+    """How many of these tokens some session of a store has."""
+    matched = stores.clients[number].prefixes.match(stores.models[number], tokens.tolist())
+    return matched.token_count
 
 
 def test_a_session_that_comes_and_goes_leaves_one_guest(stores: Stores) -> None:

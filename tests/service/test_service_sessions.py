@@ -23,6 +23,7 @@ from service_rig import (
     until,
 )
 
+from ctxcache.core.ledger.session import former_id
 from ctxcache.core.limits import Limits
 from ctxcache.server.server import Server
 from ctxcache.v1 import admin_pb2, model_pb2, session_pb2
@@ -499,6 +500,21 @@ async def test_a_fork_takes_another_s_place_on_conditions(client: Client) -> Non
         ({"replaces_generation": at}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
         ({"session_id": "new", "is_rewrite": True}, Code.INVALID_ARGUMENT, "INVALID_FIELD"),
         (
+            {"session_id": "a", "replaces_generation": at, "former_count": 1},
+            Code.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+        ),
+        (
+            {"session_id": "a", "replaces_generation": at, "is_rewrite": True, "former_count": 17},
+            Code.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+        ),
+        (
+            {"session_id": "a", "replaces_generation": at, "is_rewrite": True, "former_count": -1},
+            Code.INVALID_ARGUMENT,
+            "INVALID_FIELD",
+        ),
+        (
             {"session_id": "a", "replaces_generation": at, "ttl": Duration(seconds=9)},
             Code.INVALID_ARGUMENT,
             "INVALID_FIELD",
@@ -521,6 +537,28 @@ async def test_a_fork_takes_another_s_place_on_conditions(client: Client) -> Non
         name="sessions/b", session_id="a", replaces_generation=at + 1, token_count=9, is_rewrite=True
     )
     assert (await fork(edit)).token_count == (await client.get("a")).token_count == 9
+
+
+async def test_a_former_rendering_cannot_be_asked_for(client: Client) -> None:
+    """It is found by its tokens alone: its id is no name, and no list has it."""
+    for name in ("a", "b"):
+        await client.create(name)
+        await client.append(name, 1, 0, 70)
+    before = await client.get("a")
+    await client.sessions.ForkSession(
+        session_pb2.ForkSessionRequest(
+            name="sessions/b", session_id="a", replaces_generation=before.generation, token_count=9,
+            is_rewrite=True, former_count=1,
+        )
+    )  # fmt: skip
+    hidden = f"sessions/{former_id('a', bytes.fromhex(before.uid))}"
+    await refused(
+        client.sessions.GetSession(session_pb2.GetSessionRequest(name=hidden)),
+        Code.INVALID_ARGUMENT,
+        "INVALID_FIELD",
+    )
+    listed = await client.sessions.ListSessions(session_pb2.ListSessionsRequest())
+    assert [session.name for session in listed.sessions] == ["sessions/a", "sessions/b"]
 
 
 async def test_a_fork_goes_on_by_itself(client: Client) -> None:

@@ -28,7 +28,16 @@ from ctxcache.core.ledger.rankings import Evictable, Resident
 from ctxcache.core.ledger.residence import Kin, Residence
 from ctxcache.core.ledger.retaining import Retaining
 from ctxcache.core.ledger.segment import Copies, Segment, Shelf
-from ctxcache.core.ledger.session import BEGIN, BLOCKS, ExpiryQueue, Piece, Session
+from ctxcache.core.ledger.session import (
+    BEGIN,
+    BLOCKS,
+    FORMER_TTL_NS,
+    Expiration,
+    ExpiryQueue,
+    Piece,
+    Session,
+    former_id,
+)
 from ctxcache.core.ledger.sleep import Sleep
 from ctxcache.core.ledger.unwritten import Unwritten
 from ctxcache.core.ledger.usage import Quotas, Usage
@@ -381,7 +390,8 @@ class Ledger:
             for uid in uids:
                 looks += 1
                 session = self.names.by_uid[uid]
-                if session.expire_time_ns > now_ns and holds(session, segment, row_count):
+                is_there = session.expire_time_ns > now_ns and self._is_owned(session, now_ns)
+                if is_there and holds(session, segment, row_count):
                     self.lost.reckon(session)
                     # Once more: the reckoning may have withheld some of its tokens.
                     if holds(session, segment, row_count):
@@ -391,6 +401,22 @@ class Ledger:
                 if looks >= HOLDERS_LOOKED_AT:
                     return None
         return None
+
+    def _is_owned(self, session: Session, now_ns: int) -> bool:
+        """Whether the session is found by its tokens: a former rendering is while its owner is there."""
+        if not session.is_former:
+            return True
+        # The owner's time may have come, and upkeep not yet.
+        owner = self.glance(session.tenant, session.owner_id)
+        return owner is not None and owner.expire_time_ns > now_ns
+
+    def with_formers(self, session: Session) -> list[Session]:
+        """The session, and its former renderings by last use: they end in the same step."""
+        if session.is_block or session.is_hidden:
+            return [session]
+        known = (self._known(session.tenant, one) for one in self.names.former_ids(session))
+        formers = [former for former in known if former is not None]
+        return [session, *sorted(formers, key=lambda former: former.access_time_ns)]
 
     # -- sessions come and go ----------------------------------------------------------------------
 
@@ -457,15 +483,30 @@ class Ledger:
         self._feed.settled(source)
         self._visit(fork)
 
-    def replaced(self, old: Session, new: Session, source: Session) -> list[Segment]:
+    def replaced(
+        self, old: Session, new: Session, source: Session, *, former_count: int | None = None
+    ) -> tuple[list[Session], list[Segment]]:
         """`new`, which lists the source's segments, has the name and the place of `old` from here on.
 
-        Returns the segments that no session lists any more.
+        `former_count`: `old` becomes a former rendering, and so many at most stay, of those that have keys of
+        tokens that `new` has not; None: `old` ends, and former renderings stay as they are. Returns the
+        sessions that have ended, and the segments that no session lists any more.
         """
         current_work().on(new)
+        gone = [old]
+        if former_count is not None:
+            owner, *formers = self.with_formers(old)
+            kept = [former for former in (*formers, owner) if _has_more(former, new)]
+            kept = kept[max(len(kept) - former_count, 0) :]
+            gone = [former for former in (owner, *formers) if former not in kept]
+        if old not in gone:
+            # Its name is free before another session has it.
+            self.names.rename(old, former_id(old.session_id, old.uid))
         # The feed first: it passes the standing of `old` on to `new`. Once `old` has ended, there is none.
         self._feed.replaced(old, new)
-        dead = self.ended(old)
+        if old not in gone:
+            self._became_former(old)
+        dead = [segment for each in gone for segment in self.ended(each)]
         self._add(new)
         # RECALLED, not a use: the session was there under its name, and upkeep must not make it look used.
         new.used(UseEvent.RECALLED)
@@ -474,7 +515,17 @@ class Ledger:
         # Both may be all in memory, as kin to each other.
         self._feed.settled(source)
         self._feed.settled(new)
-        return dead
+        return gone, dead
+
+    def _became_former(self, session: Session) -> None:
+        """The session has given its name and its standing to another one."""
+        ttl_ns = session.expiration.ttl_ns
+        session.expiration = Expiration(min(FORMER_TTL_NS if ttl_ns is None else ttl_ns, FORMER_TTL_NS))
+        session.touch(self._clock.now_ns())
+        self.expiry.schedule(session.uid, session.expire_time_ns)
+        self._feed.recalled(session, 0.0, 1, is_watched=False)
+        self.pinned(session, is_pinned=False)
+        self._feed.fell(session)
 
     def adopted(self, source: Session, session: Session, token_count: int) -> None:
         """The session, which never had a token, lists the source's segments of its first tokens too.
@@ -1233,3 +1284,12 @@ class Ledger:
 
     def _now_s(self) -> float:
         return self._clock.monotonic_ns() / SECOND_NS
+
+
+def _has_more(former: Session, new: Session) -> bool:
+    """Whether a rendering is found by its tokens where a new one is not: the last key of it is its own."""
+    keyed_count = former.whole_token_count // BLOCK_TOKENS * BLOCK_TOKENS
+    if not keyed_count:
+        return False
+    [piece] = former.pieces(keyed_count - 1, keyed_count)
+    return not holds(new, piece.segment, piece.row_end)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ctxcache.core.ledger.residence import Kin
 from ctxcache.core.ledger.segment import Segment
-from ctxcache.core.ledger.session import GUESTS, BlockIndex, Session
+from ctxcache.core.ledger.session import HIDDEN, BlockIndex, Session, former_prefix
 
 
 class Names:
@@ -27,8 +27,8 @@ class Names:
         self.children: dict[tuple[str, str], dict[bytes, Session]] = {}
         """Blocks by tenant and the id of the block that they continue, which may be gone."""
         self._model_counts: Counter[tuple[str, str]] = Counter()
-        self._guest_counts: Counter[str] = Counter()
-        """By tenant, those ids that are guests'."""
+        self._hidden_counts: Counter[str] = Counter()
+        """By tenant, those ids that no client can ask for."""
 
     def add(self, session: Session) -> None:
         """A session or block appeared."""
@@ -42,14 +42,14 @@ class Names:
         self._model_counts[session.tenant, session.model_id] += 1
         # Sorted at insertion: pages of a listing are cut by bisection, with a million sessions.
         insort(self._ids.setdefault(session.tenant, []), session.session_id)
-        self._guest_counts[session.tenant] += session.is_guest
+        self._hidden_counts[session.tenant] += session.is_hidden
 
     def rename(self, session: Session, session_id: str) -> None:
         """A session that is not dormant has another id from here on, which is free."""
         self.forget(session)
         session.session_id = session_id
-        # A guest is still told by the name that clients asked for: an answer may be under way.
-        if not session.is_guest:
+        # It is still told by the name that clients asked for: an answer may be under way.
+        if not session.is_hidden:
             session.name = f"sessions/{session_id}"
         self.add(session)
 
@@ -61,7 +61,7 @@ class Names:
             self._model_counts[session.tenant, session.model_id] -= 1
             ids = self._ids[session.tenant]
             del ids[bisect_left(ids, session.session_id)]
-            self._guest_counts[session.tenant] -= session.is_guest
+            self._hidden_counts[session.tenant] -= session.is_hidden
             return
         self.blocks.drop(session)
         if session.parent_id:
@@ -76,7 +76,7 @@ class Names:
         """Dormant sessions have these ids, by tenant, and are so many of each tenant's model."""
         for tenant, some in ids.items():
             self._ids[tenant] = ordered = sorted([*self._ids.get(tenant, ()), *some])
-            self._guest_counts[tenant] = sum(one.startswith(GUESTS) for one in ordered)
+            self._hidden_counts[tenant] = sum(one.startswith(HIDDEN) for one in ordered)
         self._model_counts.update(model_counts)
 
     def fell_asleep(self, session: Session) -> None:
@@ -93,13 +93,19 @@ class Names:
         return self._ids.get(tenant, ())
 
     def own_count(self, tenant: str) -> int:
-        """A tenant's sessions, guests aside."""
-        return len(self.ids(tenant)) - self._guest_counts[tenant]
+        """A tenant's sessions, hidden ones aside."""
+        return len(self.ids(tenant)) - self._hidden_counts[tenant]
 
     @property
-    def guest_count(self) -> int:
-        """Guests of all tenants."""
-        return sum(self._guest_counts.values())
+    def hidden_count(self) -> int:
+        """Hidden sessions of all tenants."""
+        return sum(self._hidden_counts.values())
+
+    def former_ids(self, session: Session) -> list[str]:
+        """The ids of a session's former renderings."""
+        ids, prefix = self.ids(session.tenant), former_prefix(session.session_id)
+        # What follows the prefix is hexadecimal.
+        return list(ids[bisect_left(ids, prefix) : bisect_left(ids, f"{prefix}{HIDDEN}")])
 
     def tenants(self) -> Collection[str]:
         """Tenants that have had a session since the start."""

@@ -134,8 +134,14 @@ class ExpiryQueue:
 # meet.
 BLOCKS = "blocks/"
 """The beginning of blocks' ids: no session's id has a slash."""
-GUESTS = "~"
-"""The beginning of guests' ids, which sorts behind every id that a client can ask for."""
+HIDDEN = "~"
+"""The beginning of ids that no client can ask for. They sort behind all others."""
+GUESTS = HIDDEN
+"""The beginning of a guest's id, which goes on with the session's uid."""
+FORMERS = HIDDEN + HIDDEN
+"""The beginning of the ids of former renderings, see `former_id`."""
+FORMER_TTL_NS = 3600 * 10**9
+"""How long a former rendering is kept after its last use. It ends before that with its session."""
 HEAT_HALF_LIFE_NS = 600 * 10**9
 BEGIN = attrgetter("begin")
 
@@ -162,6 +168,21 @@ PREFIX_LENGTH = len(space_prefix(bytes(32)))
 def block_key(session_id: str) -> bytes:
     """The key of a block with this id."""
     return bytes.fromhex(session_id.rpartition("/")[2])
+
+
+# A former rendering belongs to a name. Its id says to which, so that a record needs no field for it. Those of
+# a name follow one another in the order of ids:
+#
+#     alice               the conversation
+#     ~~alice~<uid>       what alice was before an edit
+def former_id(session_id: str, uid: bytes) -> str:
+    """The id of what a session of this id was before its edit, and whose uid this is."""
+    return f"{former_prefix(session_id)}{uid.hex()}"
+
+
+def former_prefix(session_id: str) -> str:
+    """The beginning of the ids of a session's former renderings alone: clients' ids have no `~`."""
+    return f"{FORMERS}{session_id}{HIDDEN}"
 
 
 def lies_on(segment: Segment, paths: Collection[int]) -> bool:
@@ -272,7 +293,7 @@ class Session:
     """The counts of the session's segments."""
 
     name: str = field(init=False)
-    """Resource name, as clients know it. A guest keeps the name of the session that it was."""
+    """Resource name, as clients know it. A hidden session keeps the name of the session that it was."""
     is_block: bool = field(init=False)
     """Whether this is a block."""
 
@@ -290,7 +311,22 @@ class Session:
     @property
     def is_guest(self) -> bool:
         """Whether it goes on at another host, and is kept here for whoever finds its tokens."""
-        return self.session_id.startswith(GUESTS)
+        return self.is_hidden and not self.is_former
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether no client can ask for it: a guest, or a former rendering."""
+        return self.session_id.startswith(HIDDEN)
+
+    @property
+    def is_former(self) -> bool:
+        """Whether it is what its owner was before an edit. It ends with the owner at the latest."""
+        return self.session_id.startswith(FORMERS)
+
+    @property
+    def owner_id(self) -> str:
+        """The id of the session whose former rendering it is."""
+        return self.session_id[len(FORMERS) :].partition(HIDDEN)[0]
 
     @property
     def is_idle(self) -> bool:

@@ -13,7 +13,7 @@ import ctxcache
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.ids import SESSION_ID
 from gpu_worker.engines.link import Refused, StoreSettings
-from gpu_worker.engines.names import part_of, past_of, session_id
+from gpu_worker.engines.names import part_of, session_id
 from gpu_worker.model.spec import model_spec
 
 PLAIN = ["alice", "A", "0", "a.b:c-d_e", "rank1", "alice.rank", "x" * 128, "chat-2026:11:28"]
@@ -34,7 +34,6 @@ ODD = [
     *(unicodedata.normalize(form, "Ame\u0301lie \ufb01") for form in ("NFC", "NFD", "NFKC", "NFKD")),
     "\u212a",
     "alice.rank1",
-    "alice.past0",
     "sha256:" + 64 * "0",
     session_id("alice@example.com"),
     session_id(session_id("alice@example.com")),
@@ -43,16 +42,15 @@ ODD = [
 NAMES = st.one_of(
     st.text(st.characters(exclude_categories=()), min_size=1),
     st.from_regex(SESSION_ID, fullmatch=True),
-    st.from_regex(r"[a-z.]{1,3}(\.(rank|past)[0-9]{1,3}){0,2}", fullmatch=True),
+    st.from_regex(r"[a-z.]{1,3}(\.rank[0-9]{1,3}){0,2}", fullmatch=True),
     st.sampled_from(PLAIN + ODD),
 )
 
 
 def ids_of(name: str) -> list[str]:
-    """The ids of a conversation's sessions on twelve ranks, and of its earlier renderings."""
+    """The ids of a conversation's sessions on twelve ranks."""
     first = session_id(name)
-    parts = [first, *(part_of(first, rank) for rank in range(1, 12))]
-    return [*parts, *(past_of(first, number) for number in range(3))]
+    return [first, *(part_of(first, rank) for rank in range(1, 12))]
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -39,6 +39,7 @@ from ctxcache.client import Client
 from ctxcache.client.types import SessionInfo, seconds
 from ctxcache.client.wire import Wire
 from ctxcache.errors import InvalidArgument, SessionNotFound
+from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.transformers import Rerendered, TransformersEngine, Turn
 from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
 from gpu_worker.families.generation import continue_greedy
@@ -95,9 +96,10 @@ def _names(client: Client) -> set[str]:
     return {session.name.removeprefix("sessions/") for session in client.sessions.list()}
 
 
-def _kept(client: Client, session_id: str) -> list[SessionInfo]:
-    """Earlier renderings."""
-    return [s for s in client.sessions.list() if s.name.startswith(f"sessions/{session_id}.past")]
+def _found(client: Client, history: Sequence[int]) -> int:
+    """How many of these tokens any session has, with a name or without."""
+    layout = [Stream(layer, StateKind.KV) for layer in range(spec().layer_count)]
+    return client.prefixes.match(client.models.register(spec()), history, layout=layout).token_count
 
 
 @pytest.mark.parametrize("method", [Method.KV, Method.HIDDEN, Method.TOKENS])
@@ -174,27 +176,36 @@ def test_switching_back_finds_the_earlier_rendering(client: Client, session_id: 
     assert turn.reused_token_count >= len(EDITED) // 64 * 64
 
 
-def test_so_many_earlier_renderings_stay_as_the_engine_says(client: Client, session_id: str) -> None:
-    """The oldest goes for the one that comes; each has the labels and the time of its conversation."""
+def test_so_many_former_renderings_stay_as_the_engine_says(client: Client, session_id: str) -> None:
+    """The oldest goes for the one that comes, and none of them has a name."""
     renderings = [[*FIRST[:70], *[number] * 70] for number in range(5, 11)]
     with engine_on(client, renderings=2) as engine:
-        engine.turn(session_id, FIRST, max_new_tokens=0, labels={"user": "4711"})
-        engine.wait(session_id)
-        client.sessions.open(f"sessions/{session_id}").update(ttl=seconds(900))
+        _begun(engine, session_id)
         for edited in renderings:
             assert engine.rerendered(session_id, edited).is_in_place
-        kept = _kept(client, session_id)
-        assert {session.ttl_ns for session in kept} == {900 * 10**9}
-        assert [session.labels for session in kept] == [{"user": "4711"}] * 2
+        assert _names(client) == {session_id}
+        assert [_found(client, edited) for edited in renderings] == [64, 64, 64, 128, 128, 128]
         assert _next(engine, session_id, renderings[-2]).reused_token_count >= 128
         # Four renderings ago: gone.
         assert _next(engine, session_id, renderings[0]).reused_token_count == 70
     with engine_on(client, renderings=0) as engine:
         _begun(engine, f"{session_id}-none")
         assert engine.rerendered(f"{session_id}-none", EDITED).is_in_place
-    assert not _kept(client, f"{session_id}-none")
-    with pytest.raises(InvalidArgument, match="renderings"):
-        engine_on(client, renderings=-1)
+        assert _found(client, FIRST) == 128
+    for wrong in (-1, 17):
+        with pytest.raises(InvalidArgument, match="renderings"):
+            engine_on(client, renderings=wrong)
+
+
+def test_a_conversation_that_is_deleted_leaves_no_rendering(client: Client, session_id: str) -> None:
+    """Neither the one that it had nor one that it had before, whatever their names would be."""
+    with engine_on(client) as engine:
+        _begun(engine, session_id)
+        assert engine.rerendered(session_id, EDITED).is_in_place
+        assert (_found(client, FIRST), _found(client, EDITED)) == (256, 256)
+        client.sessions.open(f"sessions/{session_id}").delete()
+        assert (_found(client, FIRST), _found(client, EDITED)) == (0, 0)
+        assert _next(engine, session_id, FIRST).reused_token_count == 0
 
 
 @pytest.mark.parametrize(
@@ -457,7 +468,7 @@ def test_a_store_that_is_gone_costs_the_pass_and_no_turn(
                 assert _next(engine, conversation, EDITED).reused_token_count == len(EDITED)
         # It took the place at last, and the steps before it were all tried.
         assert done.is_in_place
-        assert number > 8
+        assert number > 6
 
 
 @contextmanager
@@ -477,7 +488,7 @@ def _before_call(number: int, action: Callable[[], object]) -> Iterator[list[int
         yield reached
 
 
-KILLED_AT = {3: "nothing was adopted", 4: "all was computed", 8: "the old was kept", 9: "it took the place"}
+KILLED_AT = {3: "nothing was adopted", 4: "all was computed", 5: "all was saved", 6: "it took the place"}
 """Calls of a pass, and what had been done before each."""
 
 
@@ -497,7 +508,7 @@ def test_an_engine_that_is_killed_leaves_the_one_or_the_other(
                 child = nursery().start(CHILD, words, environment, stderr=said.fileno())
                 status = child.wait(120)
             assert status == (-signal.SIGKILL if number in KILLED_AT else 0), log.read_text()
-            assert _tokens(client, conversation) == (EDITED if number >= 9 else FIRST)
+            assert _tokens(client, conversation) == (EDITED if number >= 6 else FIRST)
             left = [session.name for session in _unfinished(client)]
             assert len(left) == (number in KILLED_AT)
             # Of the rows that were computed nothing is lost: a turn finds them by their tokens.
