@@ -60,7 +60,7 @@ class OffloadOnCpu(CPUOffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """The worker of these caches, asked for once."""
         return CopyingWorker(
-            kv_caches, lambda size_bytes: torch.empty((self.num_chunks, size_bytes), dtype=torch.int8)
+            kv_caches, lambda size_bytes: torch.empty((_chunk_count(self), size_bytes), dtype=torch.int8)
         )
 
 
@@ -69,11 +69,18 @@ class TieringOnCpu(TieringOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """The worker of these caches, asked for once."""
+        # By their places, and this once more below: versions of vLLM have different names for the same.
         region = SharedOffloadRegion(
-            engine_id=self.config.engine_id,
-            num_chunks=self.num_chunks,
-            rank=self.config.parallel.rank,
-            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-            cpu_page_size=self.cpu_page_size_per_worker,
+            self.config.engine_id,
+            _chunk_count(self),
+            self.config.parallel.rank,
+            self.kv_bytes_per_chunk,
+            self.cpu_page_size_per_worker,
         )
-        return CopyingWorker(kv_caches, region.create_next_worker_view)
+        is_new = hasattr(region, "create_next_worker_view")
+        return CopyingWorker(kv_caches, region.create_next_worker_view if is_new else region.create_next_view)
+
+
+def _chunk_count(spec: Any) -> int:
+    count: int = spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks
+    return count

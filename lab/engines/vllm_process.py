@@ -6,6 +6,8 @@ its log.
 """
 
 import atexit
+import importlib
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -195,16 +197,12 @@ def run(asking: Connection, log: str, model: str, arguments: dict[str, Any]) -> 
 
 def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
     """Answer requests until nobody asks any more."""
-    import msgspec  # noqa: PLC0415  vLLM's
     from vllm import LLM, SamplingParams  # noqa: PLC0415  it prints
     from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: PLC0415
-    from vllm.triton_utils import dispatcher  # noqa: PLC0415
-    from vllm.v1.kv_hints import KvHintsEnvelope  # noqa: PLC0415
 
     if "packages" in arguments:
         sys.path.append(arguments.pop("packages"))
-        # vLLM 0.32 looks at all that modules have, and fails at what libraries of cffi have.
-        dispatcher.vars = lambda value: found if isinstance(found := vars(value), dict) else {}
+        _bear_cffi()
     transfer = arguments.pop("kv_transfer_config", None)
     if transfer is not None:
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -215,9 +213,8 @@ def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
         if hasattr(connector, "wait_until_linked"):
             connector.wait_until_linked(LINK_TIMEOUT_S)
 
-    add_request: Any = llm.llm_engine.add_request
-    hints: list[KvHintsEnvelope | None] = []
-    llm.llm_engine.add_request = lambda *args, **named: add_request(*args, **named, kv_hints=hints.pop(0))
+    hints: list[Any] = []
+    _give_hints(llm, hints)
     asking.send(None)
     while True:
         try:
@@ -232,10 +229,7 @@ def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
             counters = [one for one in llm.get_metrics() if one.name == requests]
             asking.send({_labels(one.labels): one.value for one in counters})
             continue
-        hints += [
-            msgspec.convert(request["hints"], KvHintsEnvelope) if request.get("hints") else None
-            for request in requests
-        ]
+        hints += [request.get("hints") for request in requests]
         outputs = llm.generate(
             [
                 {"prompt_token_ids": request["prompt"], "cache_salt": request.get("salt")}
@@ -275,6 +269,33 @@ def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
                 for output in outputs
             ]
         )
+
+
+def _give_hints(llm: Any, hints: list[Any]) -> None:
+    """Let each request that `vllm.LLM` adds have the next of these hints, where vLLM takes any."""
+    from gpu_worker.engines.vllm.versions import has  # noqa: PLC0415  it needs vLLM
+
+    if not has("hints"):
+        return
+    import msgspec  # noqa: PLC0415  vLLM's
+    from vllm.v1.kv_hints import KvHintsEnvelope  # noqa: PLC0415  not on every version
+
+    add_request: Any = llm.llm_engine.add_request
+
+    def add(*args: Any, **named: Any) -> Any:
+        # Requests that a called function adds have none.
+        hint = hints.pop(0) if hints else None
+        envelope = msgspec.convert(hint, KvHintsEnvelope) if hint else None
+        return add_request(*args, **named, kv_hints=envelope)
+
+    llm.llm_engine.add_request = add
+
+
+def _bear_cffi() -> None:
+    """Let vLLM's dispatcher, where it has one, bear libraries of cffi: it looks at all that modules have."""
+    if importlib.util.find_spec("vllm.triton_utils.dispatcher"):
+        dispatcher: Any = importlib.import_module("vllm.triton_utils.dispatcher")
+        dispatcher.vars = lambda value: found if isinstance(found := vars(value), dict) else {}
 
 
 def _connectors(llm: Any) -> Iterator[Any]:

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 import zmq
@@ -26,7 +25,6 @@ from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common as offloading_common
 from vllm.v1 import kv_offload
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
-from vllm.v1.kv_offload.tiering.base import TransferJob
 
 import ctxcache
 from ctxcache.client.types import BlockChange, BlockNews, LookupState
@@ -37,6 +35,7 @@ from gpu_worker.engines.vllm.tier_events import StoreEvents
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import VllmEngine
 from tests.engines.stalling_proxy import StallingProxy
+from tests.engines.tier_jobs import job_of
 from tests.engines.vllm_small import store
 from tests.server_process import ServerProcess
 
@@ -309,7 +308,7 @@ def test_a_chunk_continues_the_one_right_before_it_and_no_other() -> None:
     for key, position in zip(keys, positions, strict=True):
         if position is not None:
             context.set_offload_key_position(key, position)
-    job = TransferJob(1, keys, np.arange(8), is_promotion=False, req_context=context)
+    job = job_of(1, keys, range(8), context, is_load=False)
     name = {hashlib.sha256(key).digest(): number for number, key in enumerate(keys)}
     parents = {
         name[key]: None if parent is None else name[parent] for key, parent in chain_of(job, [64, 32]).items()
@@ -516,7 +515,8 @@ def test_the_settings_that_vllm_reads_are_passed_on() -> None:
     read = {
         name for source in sources for name in re.findall(r'extra_config(?:\.get\(|\[)\s*"(\w+)"', source)
     }
-    assert read == set(VLLM_SETTINGS)
+    assert read
+    assert not read - set(VLLM_SETTINGS)
 
 
 def test_a_tier_without_the_connector_is_refused(model: Path, tmp_path: Path) -> None:

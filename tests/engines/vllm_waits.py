@@ -27,7 +27,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -44,6 +44,7 @@ from gpu_worker.engines.vllm.plan import BlockLayout, StepReport
 from gpu_worker.engines.vllm.settings import ConnectorSettings
 from gpu_worker.engines.vllm.tier import CtxcacheTier
 from lab.engines.families import SHAPE
+from tests.engines.tier_jobs import job_of
 from tests.server_process import ServerProcess
 
 BLOCK_TOKENS = 32
@@ -449,9 +450,7 @@ def tier(
             assert made.link.wait(READY_S) is LinkState.READY
             made.link._clock = waits.monotonic
             waits.links = [made.link]
-            made.submit_store(
-                TransferJob(1, [KEY], np.array([0]), is_promotion=False, req_context=ReqContext("first"))
-            )
+            made.submit_store(job_of(1, [KEY], [0], ReqContext("first"), is_load=False))
             assert until_ended(made, waits).success
             yield made, store, waits
         finally:
@@ -522,7 +521,7 @@ def test_a_request_waits_once_for_a_tier_whose_store_stops(
     assert found is (LookupResult.MISS if point == "look-up" else LookupResult.HIT)
     if found is LookupResult.HIT:
         stop()
-        made.submit_load(TransferJob(2, [KEY], np.array([1]), is_promotion=True, req_context=request))
+        made.submit_load(job_of(2, [KEY], [1], request, is_load=True))
         assert not until_ended(made, waits).success
         assert made.lookup(KEY, request) is LookupResult.MISS
     assert waits.now_s - begun_s <= TIMEOUT_S

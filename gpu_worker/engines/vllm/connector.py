@@ -3,12 +3,21 @@
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from gpu_worker.engines.vllm.versions import (
+    KeepsManager,
+    TellsLoads,
+    check_groups,
+    transfer_results,
+    warn_if_untried,
+)
+
+# isort: split
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     SupportsHMA,
 )
 
@@ -41,7 +50,7 @@ PATIENCE_S = 0.01
 #                 ─ get_transfer_results ──StepReport──► scheduler
 #
 # Loads run between steps: a request is scheduled when its rows are there, and others compute meanwhile.
-class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
+class CtxcacheConnector(KeepsManager, TellsLoads, KVConnectorBase_V1, SupportsHMA):
     """The connector. `kv_connector_extra_config` takes the fields of ConnectorSettings."""
 
     def __init__(
@@ -50,7 +59,10 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config, WHERE)
         check_engine(vllm_config, kv_cache_config, settings)
-        if role is KVConnectorRole.WORKER:
+        check_groups(len(kv_cache_config.kv_cache_groups))
+        if role is KVConnectorRole.SCHEDULER:
+            warn_if_untried()
+        else:
             # Two connectors of one store would write the same sessions, and share one queue of it.
             check_outer(
                 vllm_config,
@@ -176,14 +188,18 @@ class CtxcacheConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(plan, StepPlan):
             self._worker().save(plan.saves)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """See WorkerSide.take_loaded."""
         del finished_req_ids
         plan = self._get_connector_metadata()
         # A step that has work must not wait for another request's rows.
         is_idle = isinstance(plan, StepPlan) and plan.is_idle
         loaded, failed = self._worker().take_loaded(PATIENCE_S if is_idle else 0)
-        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+        return transfer_results(loaded, failed)
+
+    def take_failed_blocks(self) -> frozenset[int]:
+        """See WorkerSide.take_failed_blocks."""
+        return self._worker().take_failed_blocks()
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """Tell the scheduler which sessions are saved, and of weights that changed unannounced."""

@@ -13,11 +13,12 @@ import torch
 import vllm
 from torch import Tensor
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig, group_kernel_blocks
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from ctxcache.client import SessionRows
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind, Stream
+from gpu_worker.engines.link import Refused
 from gpu_worker.engines.vllm.plan import ABSENT, BlockLayout, BlockLoad, BlockSave, Writing, first_kept
 from gpu_worker.engines.vllm.settings import layer_caches
 from gpu_worker.saving import Saver, Slice
@@ -148,7 +149,7 @@ def _pages(cache: Tensor, block_count: int, page_bytes: int) -> Tensor:
 
     Layers may be interleaved block by block: the distance between blocks is the cache's stride.
     """
-    blocks = group_kernel_blocks(cache, block_count)
+    blocks = grouped_blocks(cache, block_count)
     element_bytes = blocks.element_size()
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
         # By bytes over the whole storage: a view of another element type could not keep such strides.
@@ -157,6 +158,15 @@ def _pages(cache: Tensor, block_count: int, page_bytes: int) -> Tensor:
         (block_count, page_bytes),
         (blocks.stride(0) * element_bytes, 1),
     )
+
+
+def grouped_blocks(cache: Tensor, block_count: int) -> Tensor:
+    """A layer's cache as [blocks, ...]: kernels may have several blocks for one of the engine."""
+    if cache.shape[0] == block_count:
+        return cache
+    if cache.shape[0] % block_count:
+        raise Refused(f"a K/V cache of shape {tuple(cache.shape)} is not of {block_count} blocks")
+    return cache.view(block_count, cache.shape[0] // block_count, *cache.shape[1:])
 
 
 def layout_of(
@@ -191,7 +201,7 @@ def _described(
 ) -> Iterable[str]:
     """Each layer's backend, and the order of its block's elements in memory."""
     for name, cache in caches.items():
-        blocks = group_kernel_blocks(cache, block_count)
+        blocks = grouped_blocks(cache, block_count)
         backend = getattr(modules[name], "attn_backend", None)
         kind = backend.get_name() if backend is not None else type(modules[name]).__name__
         shape, strides = tuple(blocks.shape[1:]), tuple(blocks.stride()[1:])

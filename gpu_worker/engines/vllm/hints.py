@@ -14,18 +14,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from pydantic import Field, TypeAdapter, ValidationError
 from vllm.logger import init_logger
-from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from ctxcache.client import CallerModel, Client, EngineQueue, QueuedJob
 from ctxcache.client.types import HintAction, HintKind, HintOutcome
 from ctxcache.errors import CacheError, DeadlineExceeded
 from gpu_worker.engines.link import StoreLink
 from gpu_worker.engines.names import session_id
+from gpu_worker.engines.vllm.versions import hints_in
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -53,6 +53,23 @@ SHOWN_CHARACTERS = 200
 Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
 Priority = Annotated[int, Field(ge=0, le=100, strict=True)]
 Span = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False, strict=True)]
+
+
+class Action(msgspec.Struct):
+    """An action, as vLLM has it where it knows hints."""
+
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: dict[str, Any]
+
+
+class Envelope(msgspec.Struct):
+    """The hints of a request, as vLLM has them where it knows hints."""
+
+    protocol_version: str
+    message_id: str
+    actions: list[Action]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,14 +229,14 @@ def hints_of(request: "Request", teller: HintTeller) -> list[HintAction]:
     return hints
 
 
-def _actions_of(request: "Request", teller: HintTeller) -> Iterator[KvHintAction]:
+def _actions_of(request: "Request", teller: HintTeller) -> Iterator[Action]:
     # Hints come in vLLM's own field, or within the parameters that callers hand through to a connector.
-    given = [request.kv_hints, (request.kv_transfer_params or {}).get("kv_hints")]
-    actions: list[KvHintAction] = []
+    given = [hints_in(request), (request.kv_transfer_params or {}).get("kv_hints")]
+    actions: list[Action] = []
     for envelope in given:
         try:
             if envelope is not None:
-                actions += msgspec.convert(envelope, KvHintsEnvelope, from_attributes=True).actions
+                actions += msgspec.convert(envelope, Envelope, from_attributes=True).actions
         except msgspec.ValidationError as error:
             teller.count("other", "invalid")
             logger.warning("kv_hints of a request: %s", str(error)[:SHOWN_CHARACTERS])
@@ -228,7 +245,7 @@ def _actions_of(request: "Request", teller: HintTeller) -> Iterator[KvHintAction
     yield from actions[:ACTIONS_LIMIT]
 
 
-def _hint(kind: HintKind, action: KvHintAction) -> HintAction:
+def _hint(kind: HintKind, action: Action) -> HintAction:
     """The store's hint of an action. Raises ValueError, which names the field."""
     if action.action_version != VERSION:
         raise ValueError(f"action_version {action.action_version[:SHOWN_CHARACTERS]!r} is not {VERSION!r}")

@@ -14,6 +14,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from gpu_worker.engines.vllm.versions import KeepsManager, LayerByLayer, has, place_tier, warn_if_untried
+
+# isort: split
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -64,11 +68,13 @@ VLLM_SETTINGS = (
     "spec_module_path",
     "spec_name",
     "store_threshold",
+    "sync_load_budget_bytes",
+    "tier_poll_interval_s",
 )
-"""The settings that vLLM 0.32 reads of the same place; any other name is nobody's, and is refused."""
+"""The settings that some version of vLLM reads of the same place; any other is nobody's, and is refused."""
 
 
-class CtxcacheOffloadingConnector(OffloadingConnector):
+class CtxcacheOffloadingConnector(KeepsManager, LayerByLayer, OffloadingConnector):
     """vLLM's OffloadingConnector with the store as its tier behind host memory."""
 
     def __init__(
@@ -81,7 +87,9 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
         if vllm_config.lora_config is not None:
             problem = "vLLM tells chunks of LoRA adapters apart by the adapters' names alone"
             raise Refused(f"{problem}: another adapter of the same name would be served their bytes")
-        if role is KVConnectorRole.WORKER:
+        if role is KVConnectorRole.SCHEDULER:
+            warn_if_untried()
+        else:
             check_outer(vllm_config, OFFLOADING, by=lambda _extra: "their host memory")
         extra = transfer.kv_connector_extra_config
         # vLLM's own settings stand beside ours. Ours are checked here, where an error can name the field; the
@@ -97,13 +105,12 @@ class CtxcacheOffloadingConnector(OffloadingConnector):
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": HOST_BYTES,
             # Has an effect only where vLLM publishes KV events: these name a chunk's tokens.
-            "self_describing_kv_events": True,
+            "self_describing_kv_events": has("owners of events"),
             **extra,
             "secondary_tiers": [
                 *others,
                 {
-                    "type": CtxcacheTier.__name__,
-                    "module_path": CtxcacheTier.__module__,
+                    "type": place_tier(CtxcacheTier),
                     # vLLM gives a tier neither the model nor its settings: they are in its configuration.
                     "engine": engine_facts(vllm_config),
                     "directory": str(directory_of(vllm_config)),

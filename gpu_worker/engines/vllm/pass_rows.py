@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from vllm.forward_context import ForwardContext, get_forward_context, set_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from ctxcache.client import SessionRows
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines.link import Refused
+from gpu_worker.engines.vllm.engine_blocks import grouped_blocks
 from gpu_worker.engines.vllm.plan import BlockLoad, BlockSave, Writing, first_kept
 from gpu_worker.saving import Saver, Slice
 
@@ -240,7 +240,7 @@ class PassRows(ABC):
         if not layer.cache.dtype.is_floating_point:
             return
         # The engine itself writes and reads: an order of heads or elements that differs would show here.
-        page = group_kernel_blocks(layer.cache, block_count)[min(1, block_count - 1)]
+        page = grouped_blocks(layer.cache, block_count)[min(1, block_count - 1)]
         self._write(layer, halves, slots)
         saved = page.clone()
         page.zero_()

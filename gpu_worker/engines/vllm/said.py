@@ -18,6 +18,7 @@ from gpu_worker.engines.vllm import handover
 from gpu_worker.engines.vllm.handover import HOST_LIMIT, HandOver
 from gpu_worker.engines.vllm.hints import HintTeller, hints_of
 from gpu_worker.engines.vllm.settings import labels_of
+from gpu_worker.engines.vllm.versions import session_id_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -76,7 +77,7 @@ def check_parameters(request: "Request") -> None:
 
 
 def _session_of(request: "Request") -> str:
-    named: Any = request.session_id or (request.kv_transfer_params or {}).get("session_id")
+    named: Any = session_id_of(request) or (request.kv_transfer_params or {}).get("session_id")
     if isinstance(named, int) and not isinstance(named, bool):
         named = str(named)
     if named is not None and not isinstance(named, str):

@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from vllm.v1.kv_offload.base import (
     LookupResult,
-    Medium,
     OffloadingEvent,
     OffloadingSpec,
     OffloadKey,
@@ -31,8 +30,7 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
-from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from ctxcache.client import BlockSpace, Client
 from ctxcache.client.types import LookupState
@@ -47,6 +45,19 @@ from gpu_worker.engines.vllm.settings import (
     weights_digest,
 )
 from gpu_worker.engines.vllm.tier_events import StoreEvents
+from gpu_worker.engines.vllm.versions import (
+    backpressure,
+    chunks_of,
+    has,
+    job_result,
+    loaded_of,
+    mark_misses,
+    place_of,
+    storage_medium,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.tiering.base import TransferJob
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +85,14 @@ PATIENCE_S = 0.01
 class CtxcacheTier(SecondaryTierManager):
     """The tier. Its methods run in the scheduler's process, and wait for nothing but `drain_jobs`."""
 
-    medium: ClassVar[Medium] = Medium.STORAGE
+    medium: ClassVar[Any] = storage_medium()
 
     def __init__(
         self,
         offloading_spec: OffloadingSpec,
         primary_kv_view: memoryview,
         tier_type: str,
-        backpressure_detector: BackpressureDetector | None = None,
+        backpressure_detector: Any = None,
         *,
         engine: str = "",
         directory: str = "",
@@ -92,19 +103,20 @@ class CtxcacheTier(SecondaryTierManager):
 
         `role`: whether it loads and saves.
         """
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, *backpressure(backpressure_detector))
+        # No copy: rows of this array are vLLM's chunks.
+        self._chunks: npt.NDArray[np.uint8] = np.asarray(primary_kv_view).view(np.uint8)
+        """[chunks, bytes], host memory that vLLM shares with its workers."""
+        self._chunk_bytes: int = self._chunks.strides[0]
         if not engine:
             problem = "a tier does not see which model and settings its chunks are of"
             raise Refused(f"{problem}: use kv_connector CtxcacheOffloadingConnector, which says so")
         # Refused at the start with the remedy: later each save would fail, and only the log would tell.
-        if self.block_size_bytes > MOST_CHUNK_BYTES:
-            problem = f"chunks have {self.block_size_bytes} bytes, at most {MOST_CHUNK_BYTES} are stored"
+        if self._chunk_bytes > MOST_CHUNK_BYTES:
+            problem = f"chunks have {self._chunk_bytes} bytes, at most {MOST_CHUNK_BYTES} are stored"
             raise Refused(f"{problem}: lower kv_connector_extra_config.blocks_per_chunk, or --block-size")
         self._settings = StoreSettings.of(extra, WHERE)
         self._engine, self._directory = engine, Path(directory)
-        # No copy: rows of this array are vLLM's chunks.
-        self._chunks: npt.NDArray[np.uint8] = np.asarray(primary_kv_view).view(np.uint8)
-        """[chunks, bytes], host memory that vLLM shares with its workers."""
         self._role = Role(*role)
         self.layouts: Future[Mapping[tuple[int, int], BlockLayout]] = Future()
         """How each rank's blocks lie in memory; known when the engine has its blocks."""
@@ -119,7 +131,7 @@ class CtxcacheTier(SecondaryTierManager):
         """How long the link waits for the arena. Only the first link waits."""
         self._version = self._settings.weights_version
         self.link: StoreLink[BlockSpace] = StoreLink(self._settings.connect, self._space, _ask)
-        is_told = offloading_spec.kv_events_config.enable_kv_cache_events
+        is_told = offloading_spec.kv_events_config.enable_kv_cache_events and has("owners of events")
         self._events = StoreEvents(self.link) if is_told else None
         self._progress = threading.Event()
         """Set when a look-up or a job ends."""
@@ -175,7 +187,7 @@ class CtxcacheTier(SecondaryTierManager):
             self.link.failed(error)
             return [False] * len(keys)
         are_there = [
-            block.state is LookupState.HIT and block.size_bytes == self.block_size_bytes for block in blocks
+            block.state is LookupState.HIT and block.size_bytes == self._chunk_bytes for block in blocks
         ]
         if self._events is not None:
             self._events.met((_key(key), key) for key in itertools.compress(keys, are_there))
@@ -183,16 +195,16 @@ class CtxcacheTier(SecondaryTierManager):
 
     # -- jobs ---------------------------------------------------------------------------------------------
 
-    def submit_store(self, job_metadata: TransferJob) -> None:
+    def submit_store(self, job_metadata: "TransferJob") -> None:
         """Save chunks, in a thread."""
         stores = sum(not job.is_promotion for job in self._running.values())
         # A job that fails at once frees its place in host memory, which a waiting job would hold.
         if stores >= MOST_STORES or self.link.state is not LinkState.READY or not self._role.saves:
-            self._begin(job_metadata, Future()).set_result(JobResult(job_metadata.job_id, success=False))
+            self._begin(job_metadata, Future()).set_result(job_result(job_metadata.job_id, success=False))
         else:
             self._begin(job_metadata, self._writers.submit(self._store, job_metadata))
 
-    def submit_load(self, job_metadata: TransferJob) -> None:
+    def submit_load(self, job_metadata: "TransferJob") -> None:
         """Load chunks, in a thread."""
         bringing = Bringing(f"job {job_metadata.job_id}")
         future = self._readers.submit(self._load, job_metadata, bringing)
@@ -215,7 +227,7 @@ class CtxcacheTier(SecondaryTierManager):
                 # The job's thread may end later. The places in host memory are other chunks' by then.
                 bringing.give_up()
                 log.info("chunks of job %d come too late", self._running[future].job_id)
-                results.append(self._told(future, JobResult(self._running[future].job_id, success=False)))
+                results.append(self._told(future, job_result(self._running[future].job_id, success=False)))
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -261,14 +273,14 @@ class CtxcacheTier(SecondaryTierManager):
         """Forget a job, whose result vLLM is told."""
         job = self._running.pop(future)
         if self._bringing.pop(future, None) is not None and not result.success:
-            loaded = set(result.successful_keys or ())
+            loaded = loaded_of(result)
             # Without this vLLM would ask for the chunks again, and wait for the same load.
-            self._lookups.mark_miss([key for key in job.keys if key not in loaded])
+            mark_misses(self._lookups, [key for key in job.keys if key not in loaded])
         return result
 
-    def _is_late(self, bringing: Bringing, job: TransferJob) -> bool:
+    def _is_late(self, bringing: Bringing, job: "TransferJob") -> bool:
         waited_s = time.monotonic() - bringing.begun_s
-        size_bytes = len(job.keys) * self.block_size_bytes
+        size_bytes = len(job.keys) * self._chunk_bytes
         if waited_s > self._settings.timeout_s + size_bytes / SLOWEST_BYTES_PER_S:
             return True
         answer_s = self._settings.answer_after_s(self._waited_s.get(job.req_context.req_id, 0))
@@ -283,7 +295,7 @@ class CtxcacheTier(SecondaryTierManager):
         self._waited_s[request_id] = now_s - asked_s
         return self.link.answers(asked_s, self._settings.answer_s)
 
-    def _begin(self, job: TransferJob, future: "Future[JobResult]") -> "Future[JobResult]":
+    def _begin(self, job: "TransferJob", future: "Future[JobResult]") -> "Future[JobResult]":
         self._running[future] = job
         future.add_done_callback(self._end)
         return future
@@ -292,7 +304,7 @@ class CtxcacheTier(SecondaryTierManager):
         self._ended.put(future)
         self._progress.set()
 
-    def _store(self, job: TransferJob) -> JobResult:
+    def _store(self, job: "TransferJob") -> JobResult:
         def put(client: Client, space: BlockSpace) -> Collection[OffloadKey]:
             rows = dict(zip(map(_key, job.keys), self._rows(job), strict=True))
             chain = chain_of(job, self._chunk_tokens)
@@ -310,7 +322,7 @@ class CtxcacheTier(SecondaryTierManager):
 
         return self._carried_out(job, put)
 
-    def _load(self, job: TransferJob, bringing: Bringing) -> JobResult:
+    def _load(self, job: "TransferJob", bringing: Bringing) -> JobResult:
         def load(client: Client, space: BlockSpace) -> Collection[OffloadKey]:
             keys = list(map(_key, job.keys))
             # Host memory in front of the store is the cache of what an engine uses again.
@@ -323,7 +335,7 @@ class CtxcacheTier(SecondaryTierManager):
 
     def _carried_out(
         self,
-        job: TransferJob,
+        job: "TransferJob",
         call: Callable[[Client, BlockSpace], Collection[OffloadKey]],
         bringing: Bringing | None = None,
     ) -> JobResult:
@@ -340,17 +352,17 @@ class CtxcacheTier(SecondaryTierManager):
             except Exception:
                 # The job has to end: vLLM waits for it, and computes the chunks that it did not bring.
                 log.exception("chunks of job %d", job.job_id)
-        return JobResult(
+        return job_result(
             job.job_id,
             success=len(done) == len(job.keys),
             # Loads may succeed in part; vLLM takes a save as a whole.
             successful_keys=tuple(done) if job.is_promotion and done else None,
             transfer_time=time.perf_counter() - began_s,
-            transfer_bytes=len(done) * self.block_size_bytes,
+            transfer_bytes=len(done) * self._chunk_bytes,
         )
 
-    def _rows(self, job: TransferJob) -> list[npt.NDArray[np.uint8]]:
-        return [self._chunks[chunk] for chunk in job.chunk_ids]
+    def _rows(self, job: "TransferJob") -> list[npt.NDArray[np.uint8]]:
+        return [self._chunks[chunk] for chunk in chunks_of(job)]
 
     # -- the store ----------------------------------------------------------------------------------------
 
@@ -365,9 +377,7 @@ class CtxcacheTier(SecondaryTierManager):
         name = self._directory.resolve().name
         model = client.models.register(model_of(name, "vllm-chunks", weights, facts, version=version))
         client.map_arena(is_written=True, timeout_s=next(self._patience, 0))
-        return BlockSpace(
-            model.spec.fingerprint(), layout_tag=f"vllm chunks of {self.block_size_bytes} bytes"
-        )
+        return BlockSpace(model.spec.fingerprint(), layout_tag=f"vllm chunks of {self._chunk_bytes} bytes")
 
 
 class _Lookups(AsyncLookupManager):
@@ -404,14 +414,14 @@ def _ask(client: Client, space: BlockSpace) -> None:
     client.blocks.look_up(space, [bytes(32)])
 
 
-def chain_of(job: TransferJob, chunk_tokens: Sequence[int]) -> dict[bytes, bytes | None]:
+def chain_of(job: "TransferJob", chunk_tokens: Sequence[int]) -> dict[bytes, bytes | None]:
     """The keys of a job's chunks in their order, each with that of the chunk right before it.
 
     The store keeps the chunk before at least as long. `chunk_tokens`: tokens of a chunk, by group.
     """
     places = []
     for key in job.keys:
-        position = job.req_context.get_offload_key_position(key)
+        position = place_of(job.req_context, key)
         places.append((get_offload_group_idx(key), -1 if position is None else position, _key(key)))
     # Chunks of one job and group, by the tokens of the prompt up to their ends. What continues a chunk that
     # is not in the job names none: another one's life must not hang on it.

@@ -14,13 +14,14 @@ from collections.abc import Iterable
 
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.kv_offload.base import Medium, OffloadingEvent, OffloadKey
+from vllm.v1.kv_offload.base import OffloadingEvent, OffloadKey
 
 from ctxcache.client import BlockSpace
 from ctxcache.client.blocks import BlockSubscription
 from ctxcache.client.types import LookupState
 from ctxcache.errors import CacheError
 from gpu_worker.engines.link import PAUSE_S, LinkState, StoreLink
+from gpu_worker.engines.vllm.versions import storage_medium
 
 OWNER = "ctxcache"
 """The tier that events name."""
@@ -137,7 +138,7 @@ class StoreEvents:
             if changed:
                 event = OffloadingEvent(
                     keys=[self._met[key] for key in changed],
-                    medium=Medium.STORAGE,
+                    medium=storage_medium(),
                     removed=is_removed,
                     ownership=OWNER,
                     removal_expected=not is_removed,

@@ -145,6 +145,8 @@ class WorkerSide:
         """Copies out of blocks that no step may write to before they have ended. Owned by `_lock`."""
         self._loading: dict[str, Loading] = {}
         """By request. Used by vLLM's worker thread."""
+        self._failed_blocks: set[int] = set()
+        """See `take_failed_blocks`. Used by vLLM's worker thread."""
         self._lock = threading.RLock()
         """Over the sessions that are saved: the scheduler's thread may end a save."""
         WORKERS[worker_key(config, settings)] = self
@@ -224,7 +226,13 @@ class WorkerSide:
                 self._give_up(loading)
             if not is_done or not loading.future.result():
                 failed.add(request_id)
+                self._failed_blocks |= self._blocks_of(loading.item)
         return ended, failed
+
+    def take_failed_blocks(self) -> frozenset[int]:
+        """Blocks of the loads that failed since the last call, in an engine with one kind of cache."""
+        blocks, self._failed_blocks = frozenset(self._failed_blocks), set()
+        return blocks
 
     def save(self, saves: Iterable[BlockSave]) -> None:
         """Save what the step has computed. On a CPU a thread copies it, until the next step begins."""
@@ -270,6 +278,10 @@ class WorkerSide:
         self.hints.close()
         self.layouts.cancel()
         self.link.close()
+
+    def _blocks_of(self, item: BlockLoad) -> set[int]:
+        tokens = unit_tokens(self._kv_cache_config)
+        return set(item.block_ids[0][item.begin // tokens :])
 
     def _is_late(self, loading: Loading) -> bool:
         if time.monotonic() - loading.begun_s > self._settings.restore_timeout_s:
