@@ -23,6 +23,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from gpu_worker.engines.vllm.versions import has
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import VllmEngine
 from tests.engines.vllm_matrix import damage
@@ -30,6 +31,10 @@ from tests.engines.vllm_small import plain, store
 from tests.server_process import ServerProcess
 
 __all__ = ["plain", "store"]
+
+pytestmark = pytest.mark.skipif(
+    not has("transfer results"), reason="two kinds of cache are refused, see tests/engines/vllm_core.py"
+)
 
 BLOCK_TOKENS = 32
 COUNT = 16
