@@ -182,9 +182,9 @@ class _Loader:
         self._set_apart(self._plain.unfit())
         # Policies hear of sessions in the order of their accesses.
         for session, segment_ids in sorted(self._listings, key=lambda listing: listing[0].access_time_ns):
-            segments = map(self._ledger.segment, segment_ids)
+            segments = [self._ledger.segment(segment_id) for segment_id in segment_ids]
             session.segments = [segment for segment in segments if segment]
-            self._add(session)
+            self._add(session, _first_gap(session, segments))
         if self._repairs.sessions:
             self._forget_unlisted()
         self._plain.settle(is_by_tenant=bool(self._ledger.usage.shares))
@@ -278,8 +278,7 @@ class _Loader:
         scope = scope_of(keyed.tenant, keyed.model_fingerprint, layout.outline.ranges)
         self._ledger.keyed.recalled(scope, segment_id, begin, keyed.keys)
 
-    def _add(self, session: Session) -> None:
-        gap = session.first_gap()
+    def _add(self, session: Session, gap: int | None) -> None:
         if gap is not None:
             self._cut(session, gap)
         if session.is_block and not session.live:
@@ -303,6 +302,16 @@ class _Loader:
         self._state.counters.corrupt_segment_count += 1
         session.drop_positions(((gap, session.log_end),))
         self._repairs.sessions.append(record_of(session))
+
+
+def _first_gap(session: Session, segments: Sequence[Segment | None]) -> int | None:
+    """The first live position whose row may not be there; None where all are. A missing segment is None."""
+    missing = segments.index(None) if None in segments else 0
+    before = segments[missing - 1] if missing else None
+    # Another session's segment may have rows of its own where the missing one had this session's.
+    if before is not None and before.writer_uid != session.uid:
+        return before.begin
+    return session.first_gap()
 
 
 class _Plain:

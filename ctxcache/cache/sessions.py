@@ -303,6 +303,7 @@ class Sessions:
         replaces: int | None = None,
         is_rewrite: bool = False,
         former_count: int = 0,
+        is_quiet: bool = False,
         pace: Pace = STEP_BY_STEP,
     ) -> SessionView:
         """Create a session that shares the source's first tokens, which are made durable first.
@@ -310,9 +311,10 @@ class Sessions:
         Long work is done at `pace`, and changes nothing that a caller sees: the fork is of the source as
         that is at the end. `replaces`: it takes the place of the session of that id, which is at this
         generation; then `expiration` is that one's. `is_rewrite`: that one may have other tokens, and stays
-        hidden as a former rendering, of which the name has `former_count` at most. Raises SessionNotFound,
-        SessionAlreadyExists, GenerationMismatch, WriteInProgress, SessionInUse, ModelFingerprintMismatch,
-        InvalidArgument, TokenRangeOutOfBounds, SessionTooFragmented, CapacityExceeded, TierFailure.
+        hidden as a former rendering, of which the name has `former_count` at most. `is_quiet`: the source is
+        not used by this. Raises SessionNotFound, SessionAlreadyExists, GenerationMismatch, WriteInProgress,
+        SessionInUse, ModelFingerprintMismatch, InvalidArgument, TokenRangeOutOfBounds, SessionTooFragmented,
+        CapacityExceeded, TierFailure.
         """
         # Every refusal comes before the source is flushed for the fork.
         source, kept = self._forkable(tenant, session_id, generation, token_count)
@@ -352,7 +354,9 @@ class Sessions:
             live=ranges.select(source.live, 0, kept),
         )
         fork.segments = source.segments_of(fork.live)
-        fork.log_end = _log_end(source, fork)
+        # Positions behind the last kept token are the fork's own, also where its last segment has the
+        # source's rows there: see `pieces`. Behind a gap its tokens would have no keys.
+        fork.log_end = fork.live[-1][1] if fork.live else 0
         fork.recorded_end = fork.durable_end = fork.log_end
         fork.path, fork.copy_path, fork.copies = source.path, source.copy_path, source.copies
         fork.salt, fork.labels = source.salt, source.labels
@@ -366,11 +370,12 @@ class Sessions:
         replaced = self._replaceable(source, kept, new_id, replaces, is_rewrite=is_rewrite)
         # A shared segment grows no more: both logs go on behind it.
         self._ledger.closed(fork.segments)
-        # The access counts for the source: a session that is forked is in use.
-        self._ledger.touched(source, self._state.clock.now_ns())
+        if not is_quiet:
+            # The access counts for the source: a session that is forked is in use.
+            self._ledger.touched(source, self._state.clock.now_ns())
         if replaced is not None:
             return await self._take_place(replaced, fork, source, former_count if is_rewrite else None)
-        return await self._admit(fork, source)
+        return await self._admit(fork, source, is_quiet=is_quiet)
 
     def _replaceable(
         self, source: Session, kept: int, session_id: str, generation: int | None, *, is_rewrite: bool
@@ -713,7 +718,9 @@ class Sessions:
             live=live,
         )
 
-    async def _admit(self, session: Session, source: Session | None = None) -> SessionView:
+    async def _admit(
+        self, session: Session, source: Session | None = None, *, is_quiet: bool = False
+    ) -> SessionView:
         # The name is checked once more: a fork has waited for flushes since the first check.
         self.check_new(session.tenant, session.session_id)
         # The old session of this name has expired and is not removed yet: one commit replaces it by the new
@@ -725,7 +732,7 @@ class Sessions:
         self._ledger.opened(session)
         self._heard_of(session, source)
         if source:
-            self._ledger.forked(source, session)
+            self._ledger.forked(source, session, is_quiet=is_quiet)
         try:
             await self._departures.write_down([session], gone=gone, dead=dead)
         except TierFailure:
@@ -758,14 +765,3 @@ def _differs(source: Session, replaced: Session, kept: int) -> str:
         return "was computed with tokens that were dropped, and the source was not"
     theirs, own = (contents_within(each.contents, 0, whole_count) for each in (replaced, source))
     return "" if theirs == own else "has other contents than the source"
-
-
-def _log_end(source: Session, fork: Session) -> int:
-    """Where the log of a fork goes on."""
-    # A fork of all tokens goes on where its source would: the segments that a session adopted may end behind
-    # its log.
-    if fork.live and fork.live[-1][1] == source.log_end:
-        return source.log_end
-    # The log ends with the last shared segment, and not with the last kept token: the rows between them are
-    # the source's.
-    return max((segment.end for segment in fork.segments), default=0)

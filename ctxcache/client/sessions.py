@@ -482,14 +482,16 @@ class SessionHandle:
         replaces_generation: int | None = None,
         is_rewrite: bool = False,
         former_count: int = 0,
+        is_quiet: bool = False,
     ) -> "SessionHandle":
         """Return a handle on a new session that shares the first tokens, all unless said otherwise.
 
         `replaces_generation`: it takes the place of the session `id`, which has the same tokens and is at
         that generation, in one durable step. `is_rewrite`: that session may have other tokens. It stays as a
         former rendering, of which the name has `former_count` at most, up to 16: they have no names, are
-        found by their tokens, and end with the session. Raises SessionAlreadyExists, TokenRangeOutOfBounds,
-        GenerationMismatch, WriteInProgress, SessionInUse (somebody reads the one to be replaced).
+        found by their tokens, and end with the session. `is_quiet`: it counts as no access to the source.
+        Raises SessionAlreadyExists, TokenRangeOutOfBounds, GenerationMismatch, WriteInProgress, SessionInUse
+        (somebody reads the one to be replaced).
         """
         _check_expiration(ttl, expire_time)
         request = session_pb2.ForkSessionRequest(
@@ -502,6 +504,7 @@ class SessionHandle:
             replaces_generation=replaces_generation,
             is_rewrite=is_rewrite,
             former_count=former_count,
+            is_quiet=is_quiet,
         )
         made = read_session_info(self._wire.call(self._wire.sessions.ForkSession, request))
         return SessionHandle(self._wire, self._routes, self._prefixes, made, self._model)

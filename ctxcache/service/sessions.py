@@ -174,6 +174,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             replaces=replaces,
             is_rewrite=request.is_rewrite,
             former_count=request.former_count,
+            is_quiet=request.is_quiet,
             token_count=request.token_count if request.HasField("token_count") else None,
             expiration=self._future(self._expiration(request)),
             pace=LoopSlice(self._turns),

@@ -690,6 +690,7 @@ class ForkSessionRequest(_message.Message):
     REPLACES_GENERATION_FIELD_NUMBER: _builtins.int
     IS_REWRITE_FIELD_NUMBER: _builtins.int
     FORMER_COUNT_FIELD_NUMBER: _builtins.int
+    IS_QUIET_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The source, `sessions/{session_id}`. Required."""
     session_id: _builtins.str
@@ -718,6 +719,10 @@ class ForkSessionRequest(_message.Message):
     the session goes on at another host. Its bytes count for the tenant, and it counts as no session. Needs
     `is_rewrite`, else INVALID_ARGUMENT. Default 0.
     """
+    is_quiet: _builtins.bool
+    """Whether the source is not used by this: it counts as no access to it, and its expiry stays. For what works ahead
+    of a user's return. Default false.
+    """
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """At this instant, whatever happens until then. In the future."""
@@ -738,10 +743,11 @@ class ForkSessionRequest(_message.Message):
         replaces_generation: _builtins.int | None = ...,
         is_rewrite: _builtins.bool = ...,
         former_count: _builtins.int = ...,
+        is_quiet: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "_replaces_generation", b"_replaces_generation", "_token_count", b"_token_count", "expiration", b"expiration", "expire_time", b"expire_time", "if_generation_match", b"if_generation_match", "replaces_generation", b"replaces_generation", "token_count", b"token_count", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "_replaces_generation", b"_replaces_generation", "_token_count", b"_token_count", "expiration", b"expiration", "expire_time", b"expire_time", "former_count", b"former_count", "if_generation_match", b"if_generation_match", "is_rewrite", b"is_rewrite", "name", b"name", "replaces_generation", b"replaces_generation", "session_id", b"session_id", "token_count", b"token_count", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match", "_replaces_generation", b"_replaces_generation", "_token_count", b"_token_count", "expiration", b"expiration", "expire_time", b"expire_time", "former_count", b"former_count", "if_generation_match", b"if_generation_match", "is_quiet", b"is_quiet", "is_rewrite", b"is_rewrite", "name", b"name", "replaces_generation", b"replaces_generation", "session_id", b"session_id", "token_count", b"token_count", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__if_generation_match: _TypeAlias = _typing.Literal["if_generation_match"]  # noqa: Y015
     _WhichOneofArgType__if_generation_match: _TypeAlias = _typing.Literal["_if_generation_match", b"_if_generation_match"]  # noqa: Y015

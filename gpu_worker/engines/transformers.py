@@ -34,7 +34,7 @@ from gpu_worker.engines import names
 from gpu_worker.engines.precedence import Precedence
 from gpu_worker.engines.reasons import Reasons
 from gpu_worker.engines.transformers_host import HostCaches
-from gpu_worker.engines.transformers_renderings import KEPT, MOST_KEPT, RUN_TOKENS, Renderings
+from gpu_worker.engines.transformers_renderings import KEPT, MOST_KEPT, PLACE_TOKENS, Renderings
 from gpu_worker.engines.transformers_restoring import Restoring, SessionRestorer
 from gpu_worker.engines.transformers_sessions import DAMAGED, MISSES, cut, emptied, stand_in, tokens_of
 from gpu_worker.errors import IncompleteRestore, RestoreFailed
@@ -519,11 +519,11 @@ class TransformersEngine(Closing):
             session, ids = rows.session, rows.token_ids()
         common = common_prefix(ids, history)
         differing = len(history) - common
-        if not differing or not pace.is_worth(differing, differing + common % RUN_TOKENS):
+        if not differing or not pace.is_worth(differing, differing + PLACE_TOKENS):
             return Rerendered(len(history), common)
         # One pass ahead, and what a crash leaves at each step:
         #
-        #     create and adopt      a session with the common tokens, which expires
+        #     fork, or adopt        a session with the common tokens, which expires
         #     compute, save         a longer one; the conversation is as it was
         #     take its place        one step of the store: the old rendering before it, the new one behind
         #     delete what was made  left over: it expires

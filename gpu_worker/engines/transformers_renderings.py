@@ -6,14 +6,15 @@ whole. Then it takes the other's place in one step of the store, and what was th
 
 ```
    alice          [ system | question | thought | answer ]            what was computed
-   a new session  [ system | question ]                               begins with what any session has of it
+   a new session  [ system | question ]                               a fork, or what another session has
                   [ system | question | answer ]                      the rest is computed
    alice          [ system | question | answer ]                      one step: from here on it is the new one
    without a name [ system | question | thought | answer ]            the old rendering, for a while
 ```
 
 The sessions that a killed engine leaves expire. Former renderings are the store's: it finds them by their
-tokens, and ends them with the session. Worst case: an edit in the midst of 64 tokens computes these again.
+tokens, and ends them with the session. Worst case: what another session has of the history is found by whole
+runs of 64 tokens, and up to 63 are computed again.
 """
 
 import logging
@@ -29,16 +30,14 @@ from ctxcache.format.streams import TOKENS, Stream
 
 log = logging.getLogger(__name__)
 
-RUN_TOKENS = 64
-"""Sessions are found by whole runs of so many tokens."""
 KEPT = 3
 """Former renderings of a conversation that the store keeps."""
 MOST_KEPT = 16
 WORKING_TTL = timedelta(minutes=10)
 """A rendering that was begun and not finished expires then."""
 _LEAST_TTL = timedelta(seconds=1)
-_LEAST_GAIN_TOKENS = 32
-"""Fewer are computed sooner than a conversation changes its place, which takes some calls of the store."""
+PLACE_TOKENS = 32
+"""So many are computed in the time in which a conversation changes its place: some calls of the store."""
 _MOST_BEGUN = 256
 """Unfinished renderings that are remembered; older ones are left to expire."""
 
@@ -62,7 +61,7 @@ class Renderings:
             # The turn goes on with what its own session has.
             log.info("rendering_not_taken session=%a reason=%s error=%s", session.name, error.reason, error)
             return False
-        return matched.token_count - common_count >= _LEAST_GAIN_TOKENS
+        return matched.token_count - common_count >= PLACE_TOKENS
 
     def begun(self, session: SessionInfo, history: Sequence[int], common_count: int) -> SessionInfo:
         """A session of the store's own making that begins with what is there of the history.
@@ -70,14 +69,16 @@ class Renderings:
         `common_count`: how many of the session's own tokens are the history's. Raises what the store's calls
         raise.
         """
-        working = self._made(session, history)
-        # Tokens behind dropped ones have no keys: the conversation has more of the history than is found.
-        if common_count - working.info.token_count >= RUN_TOKENS:
-            self.drop(working.info)
+        found = self._client.prefixes.match(self._model, history, salt=session.salt, layout=_layout(session))
+        if found.token_count > common_count:
+            working = self._made(session, history)
+        else:
+            # To the token, while keys find whole runs. Nobody has returned: it is no access.
             working = self._client.sessions.open(session).fork(
                 token_count=common_count,
                 ttl=_ttl(session),
                 if_generation_match=session.generation,
+                is_quiet=True,
             )
         # What an earlier attempt left is shared by now.
         self.forget(session)

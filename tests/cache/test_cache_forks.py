@@ -20,6 +20,7 @@ from ctxcache.errors import (
     TokenRangeOutOfBounds,
     WriteInProgress,
 )
+from ctxcache.storage.metadata.base import Changes
 
 FORKS = 200
 
@@ -82,6 +83,61 @@ async def test_source_and_forks_go_on_apart(rig: MemoryRig, writer: Writer) -> N
         await rig.demote(name)
     assert {name: await rig.read(name) for name in contents} == {n: expected(t) for n, t in contents.items()}
     await rig.check()
+
+
+async def test_a_fork_is_found_behind_the_token_where_it_parts(rig: MemoryRig, writer: Writer) -> None:
+    """Wherever in a segment that is: it goes on there, as if it had computed all of its tokens itself."""
+    shared = writer.make(2 * SEGMENT_TOKENS + 30)
+    await rig.create("source")
+    await rig.append("source", shared, is_durable=True)
+    for count in (1, SEGMENT_TOKENS - 1, SEGMENT_TOKENS + 37, len(shared)):
+        name = f"fork-{count}"
+        await rig.fork("source", name, count)
+        # An engine has restored it: keys are made of token ids in memory.
+        await rig.read(name)
+        tokens = [*shared[:count], *writer.make(2 * SEGMENT_TOKENS)]
+        await rig.append(name, tokens[count:], is_durable=True)
+        for _ in range(2):
+            assert (await rig.match(tokens)).token_count == len(tokens) // 64 * 64
+            await rig.create("third")
+            assert await rig.adopt("third", tokens) == len(tokens) // 64 * 64
+            assert await rig.read("third") == expected(tokens[: len(tokens) // 64 * 64])
+            assert await rig.read(name) == expected(tokens)
+            await rig.delete("third")
+            await rig.check()
+            await rig.crash()
+    assert await rig.read("source") == expected(shared)
+
+
+async def test_rows_of_the_source_never_stand_for_those_of_a_fork(rig: MemoryRig, writer: Writer) -> None:
+    """The record of the fork's own segment is lost: the source has others at the same positions."""
+    shared = writer.make(SEGMENT_TOKENS + 10)
+    await rig.create("source")
+    await rig.append("source", shared, is_durable=True)
+    await rig.fork("source", "fork", SEGMENT_TOKENS + 3)
+    await rig.append("fork", writer.make(5), is_durable=True)
+    own = rig.cache.ledger.find(rig.tenant, "fork").segments[-1]
+    await rig.metadata.commit(Changes(deleted_segment_ids=[own.segment_id]), is_durable=True)
+    await rig.crash()
+
+    assert await rig.read("fork") == expected(shared[:SEGMENT_TOKENS])
+    assert await rig.read("source") == expected(shared)
+    await rig.check()
+
+
+async def test_a_quiet_fork_is_no_access(rig: MemoryRig, writer: Writer) -> None:
+    """What works ahead keeps nobody's session alive, and makes none rank as used."""
+    await rig.create("source", ttl_s=100)
+    await rig.append("source", writer.make(70), is_durable=True)
+    before = rig.cache.sessions.get(rig.tenant, "source")
+    rig.clock.advance(seconds=9)
+    for is_quiet in (True, False):
+        await rig.cache.sessions.fork(
+            rig.tenant, "source", "", None, token_count=65, expiration=None, is_quiet=is_quiet
+        )
+        after = rig.cache.sessions.get(rig.tenant, "source")
+        assert (after.expire_time_ns == before.expire_time_ns) is is_quiet
+        assert (after.access_time_ns == before.access_time_ns) is is_quiet
 
 
 async def test_source_and_fork_go_on_apart_after_a_restart(rig: MemoryRig, writer: Writer) -> None:

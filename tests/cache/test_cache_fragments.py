@@ -79,17 +79,18 @@ async def test_appends_and_cuts_in_turn_come_to_the_same_end(rig: MemoryRig, wri
     assert len(session_of(rig, "a").live) == LIMIT
 
 
-async def test_forks_of_forks_come_to_the_same_end(rig: MemoryRig, writer: Writer) -> None:
-    """A fork that ends within a run goes on with a run of its own."""
-    await rig.append("a", writer.make(2))
-    for source, name in pairwise("abcd"):
-        await rig.fork(source, name, rig.token_count(source) - 1)
-        await rig.append(name, writer.make(2))
-    with pytest.raises(SessionTooFragmented):
-        await rig.fork("d", "e", rig.token_count("d") - 1)
+async def test_forks_of_forks_stay_in_one_piece(rig: MemoryRig, writer: Writer) -> None:
+    """A fork that ends within a segment goes on where it ends, and has all its tokens in one run."""
+    tokens = writer.make(2)
+    await rig.append("a", tokens)
+    for source, name in pairwise("abcdefgh"):
+        await rig.fork(source, name, len(tokens) - 1)
+        tokens = [*tokens[:-1], *writer.make(2)]
+        await rig.append(name, tokens[-2:])
+        assert await rig.read(name) == expected(tokens)
 
-    assert len(session_of(rig, "d").live) == LIMIT
-    assert session_of(rig, "d").growing_tail
+    assert session_of(rig, "h").live == ((0, len(tokens)),)
+    assert session_of(rig, "h").growing_tail
 
 
 async def test_a_session_of_a_larger_limit_shrinks_only(rig: MemoryRig, writer: Writer) -> None:

@@ -474,11 +474,15 @@ class Ledger:
         self._feed.recalled(session, idle_s, turn_count, is_watched=is_watched)
         self._index(session)
 
-    def forked(self, source: Session, fork: Session) -> None:
-        """The fork, which is opened, shares the source's segments: both logs go on behind them."""
+    def forked(self, source: Session, fork: Session, *, is_quiet: bool = False) -> None:
+        """The fork, which is opened, shares the source's segments: both logs go on behind them.
+
+        `is_quiet`: that is no use of the source.
+        """
         # A visit and not a plain note: the policy is told of a use that began and ended, so that the source
         # ranks as used a moment ago.
-        self._visit(source)
+        if not is_quiet:
+            self._visit(source)
         # It may be in use, and go on in memory as kin to the new one.
         self._feed.settled(source)
         self._visit(fork)

@@ -92,7 +92,7 @@ def test_turns_that_come_all_the_time_are_right_and_first(client: Client, sessio
 
 
 def test_little_that_differs_is_left_to_the_turn(client: Client, session_id: str) -> None:
-    """Two tokens are computed sooner than a pass is begun, which computes up to 63 others again."""
+    """Two tokens are computed sooner than a pass is begun, which takes some calls of the store."""
     with engine_on(client) as engine, Ahead(engine, share=1.0) as ahead:
         engine.turn(session_id, FIRST, max_new_tokens=0)
         ahead.offer(session_id, [*FIRST[:-2], 7, 8])
