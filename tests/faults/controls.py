@@ -66,6 +66,22 @@ OWN: dict[tuple[str, str], Sequence[str]] = {
     ("soak", "reads_remembered"): ("--operations", "1200"),
 }
 """Options that single controls need besides, or instead."""
+QUICK = {
+    "clients": "append_outlives_stream",
+    "clock": "forgets_time",
+    "corrupt": "first_chunk_only",
+    "crash": "sleepers_record_is_old",
+    "devices": "paths_in_turn",
+    "drain": "cut_at_once",
+    "expiry": "seen_until_removed",
+    "fuzz": "unmapped_error",
+    "history": "acknowledged_before_record",
+    "overload": "refusal_leaks",
+    "powercut": "slots_not_synced",
+    "soak": "lease_kept_on_cancel",
+    "syscalls": "short_write_is_whole",
+}
+"""A control of a harness that is found within seconds: the one that tests try."""
 TIMED = (("expiry", "all_at_once"),)
 """Found by how long calls take: nothing else may run meanwhile."""
 
