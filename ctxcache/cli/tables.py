@@ -317,6 +317,8 @@ def collected_view(collected: CollectedFleet) -> RenderableType:
         ("the bucket has", f"{counted(collected.shared_session_count, 'session')}, {objects}"),
         ("named by nothing", garbage),
         ("expired", f"{counted(collected.expired_session_count, 'session')} of lost hosts"),
+        ("dead heads", f"{collected.dead_head_count}, unchanged for a month"),
+        ("away", f"{counted(collected.away_store_count, 'store')}, silent for a month"),
         ("left alone", f"{counted(collected.busy_session_count, 'session')} that changed meanwhile"),
         *(("not read", problem) for problem in collected.problems),
     )

@@ -947,6 +947,10 @@ class CollectedFleet:
     """What could not be read, a sentence each. It is left as it is."""
     done_percent: int = 0
     """How much of the bucket was looked through, in hundredths."""
+    dead_head_count: int = 0
+    """Heads that name no session, and were not changed for 30 days."""
+    away_store_count: int = 0
+    """Stores that were not heard of for 30 days: their records go."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -894,6 +894,8 @@ def read_collected_fleet(message: operations_pb2.CollectFleetResponse) -> types.
         busy_session_count=message.busy_session_count,
         problems=tuple(message.problems),
         done_percent=message.done_percent,
+        dead_head_count=message.dead_head_count,
+        away_store_count=message.away_store_count,
     )
 
 
@@ -908,6 +910,8 @@ def write_collected_fleet(plain: types.CollectedFleet) -> operations_pb2.Collect
         busy_session_count=plain.busy_session_count,
         problems=plain.problems,
         done_percent=plain.done_percent,
+        dead_head_count=plain.dead_head_count,
+        away_store_count=plain.away_store_count,
     )
 
 

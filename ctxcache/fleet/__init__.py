@@ -17,8 +17,9 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from ctxcache.cache.eviction import NOTHING_ENDED, Ended
 from ctxcache.cache.state import Pace, part_of_work
 from ctxcache.client.credentials import ClientTls, OwnTokenFile
 from ctxcache.core.fleet.claims import Busy, Claims, FleetFacts, Left, Loss, Verdict
-from ctxcache.core.fleet.heads import NODES, ForeignObject, Name, NodeRecord, Secret
+from ctxcache.core.fleet.heads import NODES, ForeignObject, Name, NodeRecord, Secret, away_path
 from ctxcache.core.fleet.register import NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure
 from ctxcache.core.fleet.worth import Worth
@@ -63,6 +64,7 @@ PUBLISH_INTERVAL_S = 1.0
 FORGET_INTERVAL_S = 60.0
 BEATS_OF_DOUBT = 3
 """Beats that may fail before this host asks the bucket for each session again."""
+BEATS_BETWEEN_LOOKS = 10
 ARRIVALS = 16
 """Sessions that come at a time."""
 PROVEN_FOR_S = 86400.0
@@ -160,7 +162,7 @@ class Fleet:
         )
         cache.state.committed = self._committed
         cache.state.dropped = partial(self.sharing.changed, is_cut=True)
-        self.collecting = Collecting(register, objects, secret, self.claims)
+        self.collecting = Collecting(register, objects, secret, self.claims, self._is_settled, self._ended_at)
         self._announcing: set[Name] = set()
         """Sessions whose heads are written now."""
         self._burying = 0
@@ -222,6 +224,7 @@ class Fleet:
             loops.create_task(self.sharing.run())
             loops.create_task(self.borrowing.run())
             loops.create_task(self._collect())
+            loops.create_task(self._look_after())
 
     async def close(self) -> None:
         """End what runs. Nothing is given up: the sessions are this host's when it comes back."""
@@ -294,6 +297,61 @@ class Fleet:
                 self._former.pop(uid, None)
             self._guest_of = {name: uid for name, uid in self._guest_of.items() if uid in self._former}
 
+    # A copy that another host took would else stay until somebody asks for it, for as long as it lives.
+    async def _look_after(self) -> None:
+        """Look at the heads of what was taken from this host, also while it did not run."""
+        while True:
+            await asyncio.sleep(BEATS_BETWEEN_LOOKS * self._beat_s)
+            due = self.claims.noted()
+            was_away, taken = self.claims.was_away, self.claims.taken_before
+            if was_away or taken != ():
+                paths = None if was_away or taken is None else frozenset(taken)
+                due += [
+                    name
+                    async for name in self._names()
+                    if paths is None or self._secret.head_path(name) in paths
+                ]
+            if not await self._looked_after(due):
+                continue
+            self.claims.taken_before = ()
+            if was_away:
+                with suppress(NoAnswer):
+                    await self._register.remove(away_path(self.claims.node))
+                    self.claims.was_away = False
+
+    def _is_settled(self) -> bool:
+        self._look_at_the_clock()
+        return self.claims.is_settled
+
+    async def _looked_after(self, names: Sequence[Name]) -> bool:
+        for begin in range(0, len(names), ANNOUNCED_AT_ONCE):
+            some = names[begin : begin + ANNOUNCED_AT_ONCE]
+            if not all(await asyncio.gather(*(at_work(self.claims.look_after(name)) for name in some))):
+                return False
+        return True
+
+    async def _names(self) -> AsyncIterator[Name]:
+        """Every session that has a name here; others have their turns meanwhile."""
+        names, pace = self._cache.ledger.names, LoopSlice(self._turns)
+        for tenant in sorted(names.tenants()):
+            for session_id in list(names.ids(tenant)):
+                if not session_id.startswith(HIDDEN):
+                    yield Name(tenant, session_id)
+                if pace.is_over:
+                    await pace.rest()
+
+    async def ended(self, paths: Sequence[str]) -> Sequence[str]:
+        """Those of these heads that name no session here."""
+        left = set(paths)
+        async for name in self._names():
+            left.discard(self._secret.head_path(name))
+        return sorted(left - self.claims.moving())
+
+    async def _ended_at(self, node: str, address: str, paths: Sequence[str]) -> Sequence[str]:
+        if node == self.claims.node:
+            return await at_work(self.ended(paths))
+        return await self._asking.ended(address, paths)
+
     async def _collect(self) -> None:
         while True:
             # Not all at once, where many have started together.
@@ -303,11 +361,14 @@ class Fleet:
                     async for collected in self.collecting.collect():
                         if collected.shard_count == len(SHARDS):
                             log.info(
-                                "fleet_collected sessions=%d objects=%d garbage=%d expired=%d problems=%d",
+                                "fleet_collected sessions=%d objects=%d garbage=%d expired=%d dead_heads=%d "
+                                "away_stores=%d problems=%d",
                                 collected.session_count,
                                 collected.object_count,
                                 collected.garbage_object_count,
                                 collected.expired_session_count,
+                                collected.dead_head_count,
+                                collected.away_store_count,
                                 len(collected.problems),
                             )
             except (NoAnswer, ForeignObject) as error:
@@ -329,19 +390,15 @@ class Fleet:
                     busy_session_count=collected.busy_session_count,
                     problems=collected.problems[:PROBLEMS_TOLD],
                     done_percent=100 * collected.shard_count // len(SHARDS),
+                    dead_head_count=collected.dead_head_count,
+                    away_store_count=collected.away_store_count,
                 )
         except NoAnswer as error:
             raise Unavailable(target=self._bucket, problem=str(error)) from error
 
     async def publish_all(self, *, has_rows: bool) -> AsyncGenerator[operations_pb2.PublishSessionsResponse]:
         """Have the bucket know of every session that is here; yields how far it is."""
-        ids = self._cache.ledger.names.ids
-        names = [
-            Name(tenant, session_id)
-            for tenant in sorted(self._cache.ledger.names.tenants())
-            for session_id in ids(tenant)
-            if not session_id.startswith(HIDDEN)
-        ]
+        names = [name async for name in self._names()]
         told = operations_pb2.PublishSessionsResponse(session_count=len(names))
         yield told
         for begin in range(0, len(names), ANNOUNCED_AT_ONCE):

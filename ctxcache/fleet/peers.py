@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, TypeVar
@@ -45,10 +45,13 @@ LENT_NS = 60 * 10**9
 """How long a prefix can be read that was lent."""
 YIELD_TIMEOUT_S = 0.5
 """How long an owner may take to answer: a user waits."""
+ENDED_TIMEOUT_S = 30.0
+"""How long an owner may take to look for sessions that have ended."""
 SILENT_S = 5.0
 """How long a host that did not answer is not asked again."""
 ASKED_AT_ONCE = 16
 A = TypeVar("A")
+PATHS_LIMIT = 10_000
 WIRES = 64
 """Connections that are kept; of more, those that were used longest ago are ended."""
 
@@ -128,6 +131,21 @@ class Asking:
         except CacheError as error:
             raise NoAnswer(f"{address}: {error}") from error
 
+    async def ended(self, address: str, paths: Sequence[str]) -> Sequence[str]:
+        """Those of these heads that a host says to name none of its sessions. Raises NoAnswer."""
+        request = peer_pb2.FindEndedRequest(paths=paths)
+        # Nobody waits for it, and a host with many sessions takes seconds.
+        wire = Wire(address, ENDED_TIMEOUT_S, self._tls, self._token)
+        try:
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(self._threads, wire.call, wire.peers.FindEnded, request)
+        except (CacheError, ValueError) as error:
+            raise NoAnswer(f"{address}: {error}") from error
+        finally:
+            wire.close()
+        # What was not asked for is nothing that it may say.
+        return sorted(set(paths) & set(answer.paths))
+
     def source(
         self, address: str, told: session_pb2.Session, ticket: bulk_pb2.BulkTicket, *, begin: int = 0
     ) -> PeerSource:
@@ -202,12 +220,13 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         turns: Turns,
         give_up: Callable[[Name, str, int], tuple[Session, Former]] | None,
         counts: Counts | None = None,
+        ended: Callable[[Sequence[str]], Awaitable[Sequence[str]]] | None = None,
     ) -> None:
         """`give_up` makes a guest of a session, by its uid and a term; None in a store that is alone.
 
-        Raises Busy, Left.
+        It raises Busy, Left. `ended`: which of these heads name no session here.
         """
-        self._counts = counts or Counts()
+        self._counts, self._ended = counts or Counts(), ended
         self._cache, self._bulk, self._turns, self._give_up = cache, bulk, turns, give_up
         self._clock = cache.state.clock
 
@@ -249,6 +268,15 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             ticket=ticket,
             parts=former.parts,
         )
+
+    async def FindEnded(
+        self, request: peer_pb2.FindEndedRequest, context: Context
+    ) -> peer_pb2.FindEndedResponse:
+        """See the proto."""
+        if self._ended is None:
+            raise FleetNotFound
+        validate.within(len(request.paths), 0, PATHS_LIMIT, "paths")
+        return peer_pb2.FindEndedResponse(paths=await self._ended(request.paths))
 
     async def LendPrefix(
         self, request: peer_pb2.LendPrefixRequest, context: Context

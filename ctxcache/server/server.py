@@ -506,7 +506,8 @@ class Server:
         block_pb2_grpc.add_BlockServiceServicer_to_server(block_service, served)
         give_up = self.fleet.give_up if self.fleet is not None else None
         counts = self.fleet.claims.counts if self.fleet is not None else None
-        peer_service = PeerService(self.cache, self.bulk, self.local_turns, give_up, counts)
+        ended = self.fleet.ended if self.fleet is not None else None
+        peer_service = PeerService(self.cache, self.bulk, self.local_turns, give_up, counts, ended)
         peer_pb2_grpc.add_PeerServiceServicer_to_server(peer_service, served)
         controls = Controls(
             self._doors,

@@ -954,6 +954,8 @@ class CollectFleetResponse(_message.Message):
     BUSY_SESSION_COUNT_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
     DONE_PERCENT_FIELD_NUMBER: _builtins.int
+    DEAD_HEAD_COUNT_FIELD_NUMBER: _builtins.int
+    AWAY_STORE_COUNT_FIELD_NUMBER: _builtins.int
     shared_session_count: _builtins.int
     """Sessions of which the bucket has something."""
     object_count: _builtins.int
@@ -970,6 +972,10 @@ class CollectFleetResponse(_message.Message):
     """Sessions whose heads changed meanwhile. They are left for the next time."""
     done_percent: _builtins.int
     """How much of the bucket was looked through, in hundredths."""
+    dead_head_count: _builtins.int
+    """Heads that name no session, and were not changed for 30 days."""
+    away_store_count: _builtins.int
+    """Stores that were not heard of for 30 days: their records go."""
     @_builtins.property
     def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What could not be read, a sentence each. It is left as it is."""
@@ -986,10 +992,12 @@ class CollectFleetResponse(_message.Message):
         busy_session_count: _builtins.int = ...,
         problems: _abc.Iterable[_builtins.str] | None = ...,
         done_percent: _builtins.int = ...,
+        dead_head_count: _builtins.int = ...,
+        away_store_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_session_count", b"busy_session_count", "done_percent", b"done_percent", "expired_session_count", b"expired_session_count", "garbage_bytes", b"garbage_bytes", "garbage_object_count", b"garbage_object_count", "object_count", b"object_count", "problems", b"problems", "shared_session_count", b"shared_session_count", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away_store_count", b"away_store_count", "busy_session_count", b"busy_session_count", "dead_head_count", b"dead_head_count", "done_percent", b"done_percent", "expired_session_count", b"expired_session_count", "garbage_bytes", b"garbage_bytes", "garbage_object_count", b"garbage_object_count", "object_count", b"object_count", "problems", b"problems", "shared_session_count", b"shared_session_count", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,7 +28,7 @@ from ctxcache.v1 import session_pb2 as ctxcache_dot_v1_dot_session__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63txcache/v1/peer.proto\x12\x0b\x63txcache.v1\x1a\x16\x63txcache/v1/bulk.proto\x1a\x17\x63txcache/v1/model.proto\x1a\x19\x63txcache/v1/session.proto\x1a\x1egoogle/protobuf/duration.proto\"T\n\x13YieldSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\t\x12\x0c\n\x04term\x18\x04 \x01(\x03\"\xdf\x01\n\x14YieldSessionResponse\x12%\n\x07session\x18\x01 \x01(\x0b\x32\x14.ctxcache.v1.Session\x12!\n\x05model\x18\x02 \x01(\x0b\x32\x12.ctxcache.v1.Model\x12,\n\tremaining\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x06ticket\x18\x04 \x01(\x0b\x32\x17.ctxcache.v1.BulkTicket\x12&\n\x05parts\x18\x05 \x03(\x0b\x32\x17.ctxcache.v1.SharedPart\"\xa0\x01\n\x11LendPrefixRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x0c\x12(\n\x06layout\x18\x04 \x03(\x0b\x32\x18.ctxcache.v1.StreamRange\x12\x0c\n\x04keys\x18\x05 \x03(\x0c\x12\x19\n\x11known_token_count\x18\x06 \x01(\x03\"\x92\x01\n\x12LendPrefixResponse\x12%\n\x07session\x18\x01 \x01(\x0b\x32\x14.ctxcache.v1.Session\x12,\n\tremaining\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x06ticket\x18\x03 \x01(\x0b\x32\x17.ctxcache.v1.BulkTicket\"x\n\nSharedPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btoken_begin\x18\x02 \x01(\x03\x12\x11\n\ttoken_end\x18\x03 \x01(\x03\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x10\n\x08position\x18\x06 \x01(\x03\"\xaf\x01\n\rSharedSession\x12%\n\x07session\x18\x01 \x01(\x0b\x32\x14.ctxcache.v1.Session\x12!\n\x05model\x18\x02 \x01(\x0b\x32\x12.ctxcache.v1.Model\x12,\n\tremaining\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x05parts\x18\x04 \x03(\x0b\x32\x17.ctxcache.v1.SharedPart2\xb1\x01\n\x0bPeerService\x12S\n\x0cYieldSession\x12 .ctxcache.v1.YieldSessionRequest\x1a!.ctxcache.v1.YieldSessionResponse\x12M\n\nLendPrefix\x12\x1e.ctxcache.v1.LendPrefixRequest\x1a\x1f.ctxcache.v1.LendPrefixResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63txcache/v1/peer.proto\x12\x0b\x63txcache.v1\x1a\x16\x63txcache/v1/bulk.proto\x1a\x17\x63txcache/v1/model.proto\x1a\x19\x63txcache/v1/session.proto\x1a\x1egoogle/protobuf/duration.proto\"T\n\x13YieldSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\t\x12\x0c\n\x04term\x18\x04 \x01(\x03\"\xdf\x01\n\x14YieldSessionResponse\x12%\n\x07session\x18\x01 \x01(\x0b\x32\x14.ctxcache.v1.Session\x12!\n\x05model\x18\x02 \x01(\x0b\x32\x12.ctxcache.v1.Model\x12,\n\tremaining\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x06ticket\x18\x04 \x01(\x0b\x32\x17.ctxcache.v1.BulkTicket\x12&\n\x05parts\x18\x05 \x03(\x0b\x32\x17.ctxcache.v1.SharedPart\"\xa0\x01\n\x11LendPrefixRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x0c\x12(\n\x06layout\x18\x04 \x03(\x0b\x32\x18.ctxcache.v1.StreamRange\x12\x0c\n\x04keys\x18\x05 \x03(\x0c\x12\x19\n\x11known_token_count\x18\x06 \x01(\x03\"\x92\x01\n\x12LendPrefixResponse\x12%\n\x07session\x18\x01 \x01(\x0b\x32\x14.ctxcache.v1.Session\x12,\n\tremaining\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x06ticket\x18\x03 \x01(\x0b\x32\x17.ctxcache.v1.BulkTicket\"!\n\x10\x46indEndedRequest\x12\r\n\x05paths\x18\x01 \x03(\t\"\"\n\x11\x46indEndedResponse\x12\r\n\x05paths\x18\x01 \x03(\t\"x\n\nSharedPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btoken_begin\x18\x02 \x01(\x03\x12\x11\n\ttoken_end\x18\x03 \x01(\x03\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x10\n\x08position\x18\x06 \x01(\x03\"\xaf\x01\n\rSharedSession\x12%\n\x07session\x18\x01 \x01(\x0b\x32\x14.ctxcache.v1.Session\x12!\n\x05model\x18\x02 \x01(\x0b\x32\x12.ctxcache.v1.Model\x12,\n\tremaining\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x05parts\x18\x04 \x03(\x0b\x32\x17.ctxcache.v1.SharedPart2\xfd\x01\n\x0bPeerService\x12S\n\x0cYieldSession\x12 .ctxcache.v1.YieldSessionRequest\x1a!.ctxcache.v1.YieldSessionResponse\x12M\n\nLendPrefix\x12\x1e.ctxcache.v1.LendPrefixRequest\x1a\x1f.ctxcache.v1.LendPrefixResponse\x12J\n\tFindEnded\x12\x1d.ctxcache.v1.FindEndedRequest\x1a\x1e.ctxcache.v1.FindEndedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,10 +43,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LENDPREFIXREQUEST']._serialized_end=620
   _globals['_LENDPREFIXRESPONSE']._serialized_start=623
   _globals['_LENDPREFIXRESPONSE']._serialized_end=769
-  _globals['_SHAREDPART']._serialized_start=771
-  _globals['_SHAREDPART']._serialized_end=891
-  _globals['_SHAREDSESSION']._serialized_start=894
-  _globals['_SHAREDSESSION']._serialized_end=1069
-  _globals['_PEERSERVICE']._serialized_start=1072
-  _globals['_PEERSERVICE']._serialized_end=1249
+  _globals['_FINDENDEDREQUEST']._serialized_start=771
+  _globals['_FINDENDEDREQUEST']._serialized_end=804
+  _globals['_FINDENDEDRESPONSE']._serialized_start=806
+  _globals['_FINDENDEDRESPONSE']._serialized_end=840
+  _globals['_SHAREDPART']._serialized_start=842
+  _globals['_SHAREDPART']._serialized_end=962
+  _globals['_SHAREDSESSION']._serialized_start=965
+  _globals['_SHAREDSESSION']._serialized_end=1140
+  _globals['_PEERSERVICE']._serialized_start=1143
+  _globals['_PEERSERVICE']._serialized_end=1396
 # @@protoc_insertion_point(module_scope)

@@ -189,6 +189,54 @@ class LendPrefixResponse(_message.Message):
 Global___LendPrefixResponse: _TypeAlias = LendPrefixResponse  # noqa: Y015
 
 @_typing.final
+class FindEndedRequest(_message.Message):
+    """Request of FindEnded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATHS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Paths of heads that name this store, 10,000 at most."""
+
+    def __init__(
+        self,
+        *,
+        paths: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paths", b"paths"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindEndedRequest: _TypeAlias = FindEndedRequest  # noqa: Y015
+
+@_typing.final
+class FindEndedResponse(_message.Message):
+    """Response of FindEnded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATHS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of the paths whose sessions have ended here."""
+
+    def __init__(
+        self,
+        *,
+        paths: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paths", b"paths"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindEndedResponse: _TypeAlias = FindEndedResponse  # noqa: Y015
+
+@_typing.final
 class SharedPart(_message.Message):
     """An object of the bucket with rows of a session: the frames of a read of these tokens over the bulk channel,
     from READ_HEADER to END.

@@ -45,6 +45,11 @@ class PeerServiceStub(object):
                 request_serializer=ctxcache_dot_v1_dot_peer__pb2.LendPrefixRequest.SerializeToString,
                 response_deserializer=ctxcache_dot_v1_dot_peer__pb2.LendPrefixResponse.FromString,
                 _registered_method=True)
+        self.FindEnded = channel.unary_unary(
+                '/ctxcache.v1.PeerService/FindEnded',
+                request_serializer=ctxcache_dot_v1_dot_peer__pb2.FindEndedRequest.SerializeToString,
+                response_deserializer=ctxcache_dot_v1_dot_peer__pb2.FindEndedResponse.FromString,
+                _registered_method=True)
 
 
 class PeerServiceServicer(object):
@@ -72,6 +77,14 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindEnded(self, request, context):
+        """Says which of these heads name no session of this store any more, so that they may be removed. Errors:
+        INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (FLEET_NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -84,6 +97,11 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.LendPrefix,
                     request_deserializer=ctxcache_dot_v1_dot_peer__pb2.LendPrefixRequest.FromString,
                     response_serializer=ctxcache_dot_v1_dot_peer__pb2.LendPrefixResponse.SerializeToString,
+            ),
+            'FindEnded': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindEnded,
+                    request_deserializer=ctxcache_dot_v1_dot_peer__pb2.FindEndedRequest.FromString,
+                    response_serializer=ctxcache_dot_v1_dot_peer__pb2.FindEndedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -141,6 +159,33 @@ class PeerService(object):
             '/ctxcache.v1.PeerService/LendPrefix',
             ctxcache_dot_v1_dot_peer__pb2.LendPrefixRequest.SerializeToString,
             ctxcache_dot_v1_dot_peer__pb2.LendPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindEnded(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ctxcache.v1.PeerService/FindEnded',
+            ctxcache_dot_v1_dot_peer__pb2.FindEndedRequest.SerializeToString,
+            ctxcache_dot_v1_dot_peer__pb2.FindEndedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,10 @@ class PeerServiceStub:
     a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND); RESOURCE_EXHAUSTED
     (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS); UNAVAILABLE (TIER_FAILURE).
     """
+    FindEnded: _grpc.UnaryUnaryMultiCallable[_peer_pb2.FindEndedRequest, _peer_pb2.FindEndedResponse]
+    """Says which of these heads name no session of this store any more, so that they may be removed. Errors:
+    INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (FLEET_NOT_FOUND).
+    """
 
 @_typing.type_check_only
 class PeerServiceAsyncStub(PeerServiceStub):
@@ -64,6 +68,10 @@ class PeerServiceAsyncStub(PeerServiceStub):
     a session without a name that lists the same rows for a minute. Nothing that is longer than what the caller has is
     a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND); RESOURCE_EXHAUSTED
     (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS); UNAVAILABLE (TIER_FAILURE).
+    """
+    FindEnded: _aio.UnaryUnaryMultiCallable[_peer_pb2.FindEndedRequest, _peer_pb2.FindEndedResponse]  # type: ignore[assignment]
+    """Says which of these heads name no session of this store any more, so that they may be removed. Errors:
+    INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (FLEET_NOT_FOUND).
     """
 
 class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -92,6 +100,16 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         a session without a name that lists the same rows for a minute. Nothing that is longer than what the caller has is
         a result, not an error. Errors: INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (MODEL_NOT_FOUND); RESOURCE_EXHAUSTED
         (CAPACITY_EXCEEDED, TOO_MANY_REQUESTS); UNAVAILABLE (TIER_FAILURE).
+        """
+
+    @_abc_1.abstractmethod
+    def FindEnded(
+        self,
+        request: _peer_pb2.FindEndedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.FindEndedResponse, _abc.Awaitable[_peer_pb2.FindEndedResponse]]:
+        """Says which of these heads name no session of this store any more, so that they may be removed. Errors:
+        INVALID_ARGUMENT (INVALID_FIELD); NOT_FOUND (FLEET_NOT_FOUND).
         """
 
 def add_PeerServiceServicer_to_server(servicer: PeerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ctxcache.core.fleet import claims as production
 from ctxcache.core.fleet import heads
 from ctxcache.core.fleet.claims import Busy, Claims, Left, Source, Verdict
-from ctxcache.core.fleet.heads import Head, Name, Secret
+from ctxcache.core.fleet.heads import Head, Name, NodeRecord, Secret, away_path, node_path
 from ctxcache.core.fleet.register import Entry, NoAnswer, Refused, put
 from ctxcache.core.fleet.tenure import Tenure
 
@@ -31,6 +31,7 @@ STEPS = 400
 heads.PAST_LIMIT = 2
 BEAT_EVERY = 25
 GRACE = 6
+DEAD = 60
 
 
 class Broken(AssertionError):
@@ -91,7 +92,9 @@ class MemoryRegister:
 
     async def remove(self, path: str) -> None:
         """See Register."""
-        self._world.objects.pop(path, None)
+        # Sent at once or never: a bucket carries no removal out long after.
+        if await Step() not in ("lost", "late") and not self._node.is_cut:
+            self._world.objects.pop(path, None)
 
     async def paths(self, folder: str) -> AsyncIterator[str]:
         """See Register."""
@@ -130,6 +133,7 @@ class Node:
         self.named: dict[Name, Rows] = {}
         self.guests: dict[str, Rows] = {}
         self.is_cut = self.is_frozen = self.is_down = False
+        self.frozen_at = 0
         self.start()
 
     def start(self) -> None:
@@ -332,6 +336,60 @@ class Node:
         for shared in old:
             world.shared.pop(shared, None)
 
+    async def tidy(self, name: Name) -> None:
+        """Remove the records of nodes that were silent for long, and a head that nobody needs."""
+        world, register = self.world, MemoryRegister(self.world, self)
+        if not self.claims.is_settled:
+            return
+        try:
+            for letter in world.nodes:
+                if letter != self.letter and world.age(node_path(letter)) > DEAD:
+                    mark = SECRET.write(NodeRecord(letter, "", "", 0, ""))
+                    await put(register, away_path(letter), mark, None)
+                    await register.remove(node_path(letter))
+            path = SECRET.head_path(name)
+            entry = await register.get(path)
+            is_old = world.age(path) > DEAD + 2 * BEAT_EVERY and world.objects[path] == entry
+            if not is_old and world.control != "remove_young":
+                return
+            head = None if entry is None else SECRET.read_head(entry.body)
+            if entry is None or head is None or head.shared or head.is_dead:
+                return
+            if not (head.is_deleted or await self._is_ended(name, head)) or not self.claims.is_settled:
+                return
+            if world.control != "no_mark":
+                mark = SECRET.write(head.dead(f"{next(world.numbers):016x}"))
+                found = await put(register, path, mark, entry)
+                if found is None or found.body != mark:
+                    return
+            await register.remove(path)
+        except NoAnswer:
+            return
+
+    async def _is_ended(self, name: Name, head: Head) -> bool:
+        """Whether a head's owner is away, or says that the session has ended."""
+        world, owner = self.world, self.world.nodes[head.node]
+        if node_path(head.node) not in world.objects:
+            return True
+        if await Step() != "done" or owner.is_down or owner.is_frozen or owner.is_cut or self.is_cut:
+            return False
+        return name not in owner.named and SECRET.head_path(name) not in owner.claims.moving()
+
+    async def look_after(self) -> None:
+        """Look at the heads of what was taken, also while this node did not run."""
+        claims = self.claims
+        was_away, taken = claims.was_away, claims.taken_before
+        due = claims.noted()
+        if was_away or taken != ():
+            due += list(self.named)
+        for name in due:
+            if not await claims.look_after(name):
+                return
+        claims.taken_before = ()
+        if was_away:
+            await MemoryRegister(self.world, self).remove(away_path(self.letter))
+            claims.was_away = away_path(self.letter) in self.world.objects
+
     async def publish(self) -> None:
         """Write the heads that are lacking."""
         for name in self.claims.private():
@@ -353,6 +411,7 @@ class Node:
         if not is_alone:
             raise Broken("a node was told that another process has its name")
         self.heard_beat_begun = max(self.heard_beat_begun, begun)
+        await self.look_after()
 
     async def end(self, name: Name) -> None:
         """A session expires, or is evicted."""
@@ -384,10 +443,13 @@ class Node:
                 if self.named.get(name) is not rows or rows.is_written:
                     return
                 del self.named[name]
+                deleted_at = self.world.step
                 await self.claims.bury(name)
             except NoAnswer:
                 return
             self.world.shared.pop(shared, None)
+            if self.world.was_published(name, rows.uid, is_deleted=True):
+                self.world.deleted[name] = deleted_at
             head = self.world.head(name)
             if head is not None and head.uid == rows.uid and head.shared and not head.is_deleted:
                 raise Broken("a session that was deleted is in the bucket")
@@ -414,10 +476,20 @@ class World:
     over: set[str] = field(default_factory=set)
     """What of it was found to have expired."""
     moves: int = 0
+    changed_at: dict[str, int] = field(default_factory=dict)
+    """At which step an object was last changed."""
+    deleted: dict[Name, int] = field(default_factory=dict)
+    """At which step a session was last deleted, and its head said so."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
+        # What is removed is old: it takes long until a host that was away comes back and misses it.
+        self.is_long = self.seed % len(MIXES) == len(MIXES) - 1
         self.nodes = {letter: Node(self, letter) for letter in NODES}
+
+    def age(self, path: str) -> int:
+        """For how many steps an object was not changed; 0 where there is none."""
+        return self.step - self.changed_at[path] if path in self.objects else 0
 
     def change(self, path: str, body: bytes, tag: str | None, node: Node) -> str | None:
         """The register's own step. None: refused."""
@@ -426,7 +498,7 @@ class World:
         if not is_met and self.control != "no_conditions":
             return None
         made = Entry(body, f"t{next(self.numbers)}")
-        self.objects[path] = made
+        self.objects[path], self.changed_at[path] = made, self.step
         if path.startswith("v1/s/"):
             self._check_head(path, SECRET.read_head(body), node)
         return made.tag
@@ -434,8 +506,17 @@ class World:
     def _check_head(self, path: str, head: Head, node: Node) -> None:
         """Terms rise, and each is of one run of one node."""
         history = self.heads.setdefault(path, [])
+        if history and history[-1][1].is_dead:
+            # It was removed. What comes is a new head.
+            history.append((self.step, head))
+            return
         if history and head.term <= history[-1][1].term:
             raise Broken(f"term {head.term} behind {history[-1][1].term}")
+        if history and head == history[-1][1].dead(head.nonce):
+            if history[-1][1].shared:
+                raise Broken("a head that names rows was removed")
+            history.append((self.step, head))
+            return
         is_touched = bool(history) and head.is_touched(history[-1][1])
         if head.node != node.letter and not is_touched:
             raise Broken("a node made another one the owner")
@@ -467,9 +548,10 @@ class World:
         if not any(head.shared == shared for _, head in self.heads.get(SECRET.head_path(name), [])):
             raise Broken("what was acknowledged as shared was named by no head")
 
-    def was_published(self, name: Name, uid: str) -> bool:
-        """Whether a head has ever named this copy."""
-        return any(head.uid == uid for _, head in self.heads.get(SECRET.head_path(name), []))
+    def was_published(self, name: Name, uid: str, *, is_deleted: bool = False) -> bool:
+        """Whether a head has ever named this copy, or said that it was deleted."""
+        named = (head for _, head in self.heads.get(SECRET.head_path(name), []) if head.uid == uid)
+        return any(head.is_deleted and not head.is_dead for head in named) if is_deleted else any(named)
 
     def append(self, node: Node, name: Name, rows: Rows) -> None:
         """A commit, acknowledged to a user."""
@@ -477,6 +559,10 @@ class World:
         # A session that has no head yet, or none since its deletion broke off, is its host's alone. The host
         # learns of another one when it publishes it.
         is_private = node.claims.tenure(name) is Tenure.PRIVATE or not self.was_published(name, rows.uid)
+        deleted = self.deleted.get(name, -1)
+        had_name = any(head.uid == rows.uid and step < deleted for step, head in history)
+        if had_name and deleted < node.heard_beat_begun and node.claims.is_here(name):
+            raise Broken("a session that was deleted goes on")
         for begun, head in () if is_private else history[-1:]:
             if head.past and head.past[-1] == rows.uid and (rows.uid, head.node) in self.given:
                 raise Broken("a copy goes on that was given up and taken over")
@@ -490,8 +576,8 @@ class World:
 
     def run(self) -> None:
         """Do `STEPS` steps."""
-        draw = self.random
-        for self.step in range(STEPS):
+        draw, count_of_steps = self.random, STEPS * (8 if self.is_long else 1)
+        for self.step in range(count_of_steps):
             for node in self.nodes.values():
                 if not node.is_down and self.step % BEAT_EVERY == 8 * (ord(node.letter) % 3):
                     node.tasks.append(node.beat())
@@ -499,7 +585,7 @@ class World:
                 node = draw.choice(list(self.nodes.values()))
                 if not node.is_down:
                     node.tasks.append(self._chore(node))
-            if draw.random() < 0.03:
+            if draw.random() < (0.05 if self.is_long else 0.03):
                 self._blow()
             if self.late and draw.random() < 0.2:
                 self.change(*self.late.pop(draw.randrange(len(self.late))))
@@ -509,18 +595,19 @@ class World:
 
     def _chore(self, node: Node) -> Coroutine[Any, str, None]:
         # Users who delete have one session: the rest would seldom meet.
-        names = NAMES[:1] if self.seed % len(MIXES) == len(MIXES) - 1 else NAMES
+        names = NAMES[:1] if self.seed % len(MIXES) > 1 else NAMES
         which, name = self.random.random(), self.random.choice(names)
-        turns, others, shares, collections = MIXES[self.seed % len(MIXES)]
+        turns, others, shares, collections, tidied = MIXES[self.seed % len(MIXES)]
         chores = (
             *((turns, node.turn), (others / 4, node.end), (others / 4, node.replace)),
             *((others / 2, node.delete), (shares, node.share), (collections, node.collect)),
+            (tidied, node.tidy),
         )
         for share, chore in chores:
             if which < share:
                 return chore(name)
             which -= share
-        return node.publish() if which < 0.07 else node.forget()
+        return node.forget() if which < 0.03 else node.publish()
 
     def _advance(self, node: Node) -> None:
         task = self.random.choice(node.tasks)
@@ -543,13 +630,23 @@ class World:
                 node.tasks = []
         elif which < 0.6:
             node.is_frozen = not node.is_frozen
+            # The clock tells it, where it was for long.
+            if not node.is_frozen and self.step - node.frozen_at > 3 * BEAT_EVERY:
+                node.claims.doubt()
+            node.frozen_at = self.step
         else:
             node.is_cut = not node.is_cut
 
 
-MIXES = ((0.6, 0.14, 0.1, 0.06), (0.3, 0.05, 0.3, 0.25), (0.3, 0.3, 0.3, 0.0))
-"""Parts of turns, of ends and deletions, of shares and of collections in what is done. By seed: mostly turns;
-users who have all that they say shared, and a bucket that is tidied all the while; users who delete that."""
+MIXES = (
+    (0.6, 0.14, 0.1, 0.06, 0.0),
+    (0.3, 0.05, 0.3, 0.25, 0.0),
+    (0.3, 0.3, 0.3, 0.0, 0.0),
+    (0.3, 0.15, 0.0, 0.0, 0.2),
+)
+"""Parts of turns, of ends and deletions, of shares, of collections, and of looks for dead heads in what is
+done. By seed: mostly turns; users who have all that they say shared, and a bucket tidied all the while; users
+who delete that; users who delete, and heads that are removed soon after."""
 CONTROLS = (
     "no_conditions",
     "unanswered_is_yes",
@@ -563,6 +660,8 @@ CONTROLS = (
     "share_early",
     "no_fence",
     "blind_delete",
+    "remove_young",
+    "never_away",
 )
 
 
@@ -633,8 +732,16 @@ def _plant(control: str, claims: Claims, node: Node) -> None:  # noqa: C901  a b
         inside._telling.clear()
         return await plain_bury_first(name)
 
+    plain_unnamed = inside._unnamed
+
+    def unnamed(name: Name, uid: str | None, entry: Entry | None) -> Any:
+        # A node that comes back after long goes on with what ended meanwhile.
+        inside.was_away = False
+        return plain_unnamed(name, uid, entry)
+
     bugs: dict[str, tuple[str, Any]] = {
         "blind_delete": ("bury_first", bury_first),
+        "never_away": ("_unnamed", unnamed),
         "forget_shared": ("_land", land),
         "share_early": ("share", share),
         "forget_uid": ("_fetch", fetch),

@@ -1,6 +1,7 @@
 """Claims of several hosts on one register, by seeds, and the bugs that these histories must find."""
 
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from ctxcache.core.fleet.claims import Busy, Verdict
 from ctxcache.core.fleet.heads import ForeignObject, Head, Name, NodeRecord, Secret
 from tests.fleet.model import CONTROLS, NAMES, Node, Rows, World, is_broken, try_seed
 
-HISTORIES = 1500
+HISTORIES = 800
 HISTORIES_OF_A_BUG = 1500
 
 
@@ -140,6 +141,37 @@ def test_what_was_asked_for_and_not_taken_over_is_had_again() -> None:
     done(owner.claims.reclaim())
     assert owner.named[NAMES[0]] is rows
     assert owner.claims.is_here(NAMES[0])
+
+
+def begun_meanwhile(after: int, control: str = "") -> bool:
+    """A session begins while a dead head of its name is removed, after so many of that's calls.
+
+    Returns whether it has a head at last.
+    """
+    world, owner, _ = host_with_a_session()
+    done(owner.delete(NAMES[0]))
+    world.step, world.control = 1000, control
+    for node in world.nodes.values():
+        done(node.claims.beat())
+    removing, other = world.nodes["c"].tidy(NAMES[0]), world.nodes["b"]
+    with suppress(StopIteration):
+        for number in range(after):
+            removing.send("done" if number else None)
+        done(other.turn(NAMES[0]))
+        done(other.publish())
+        while True:
+            removing.send("done" if after else None)
+            after += 1
+    done(other.turn(NAMES[0]))
+    done(other.publish())
+    head = world.head(NAMES[0])
+    return head is not None and head.uid == other.uid(NAMES[0])
+
+
+def test_the_removal_of_a_dead_head_meets_no_new_one() -> None:
+    """Nobody changes a head that is marked, so that none is lost which is there after the look at it."""
+    assert all(begun_meanwhile(after) for after in range(6))
+    assert not all(begun_meanwhile(after, "no_mark") for after in range(6))
 
 
 def test_what_was_taken_over_is_not_had_again() -> None:

@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 from ctxcache.cli.main import app
 from ctxcache.client import OPAQUE, TOKENS, Durability
 from ctxcache.client.types import CollectedFleet
-from ctxcache.errors import InvalidArgument, SessionNotFound
+from ctxcache.core.fleet.heads import Name, Secret
+from ctxcache.errors import InvalidArgument, SessionNotFound, Unavailable
+from ctxcache.fleet.collecting import DYING
 from tests.fleet.stores import Stores, User
 from tests.fleet.test_sharing import objects
 
@@ -145,3 +147,136 @@ def test_what_the_bucket_knows_of_prefixes_goes_after_a_day(stores: Stores) -> N
     assert all(path.exists() for path in holders)
     assert collected(stores, 1).garbage_object_count == 2
     assert [path.exists() for path in holders] == [False, False, True]
+
+
+MONTH_S = 32 * DAY_S
+
+
+def files(stores: Stores, folder: str) -> list[Path]:
+    """Objects of the bucket below a folder."""
+    directory = Path(stores.bucket.removeprefix("file://")) / "v1" / folder
+    return [path for path in directory.rglob("*") if path.is_file() and path.suffix not in (".new", ".lock")]
+
+
+def head_of(stores: Stores, user: User) -> Path:
+    """Where the bucket has the head of a user's session."""
+    secret = Secret((Path(stores.bucket.removeprefix("file://")).parent / "secret").read_bytes().strip())
+    return Path(stores.bucket.removeprefix("file://")) / secret.head_path(Name("default", user.session_id))
+
+
+def await_heads(stores: Stores) -> None:
+    """Wait until every session has its head."""
+    deadline = time.monotonic() + 20
+    while any(client.admin.fleet().private_session_count for client in stores.clients):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_heads_of_sessions_that_are_gone_go_and_no_others(stores: Stores) -> None:
+    """After a month, and where their owner says so; a name is free again."""
+    alice, bob, carol, dave, erin = (User(stores, name) for name in ("alice", "bob", "carol", "dave", "erin"))
+    for user in (alice, bob, carol, erin):
+        user.turn(0)
+    dave.turn(0, durability=SHARED)
+    await_heads(stores)
+    alice.delete(0)
+    stores.clients[0].sessions.open(bob.name).update(ttl=timedelta(seconds=1))
+    deadline = time.monotonic() + 20
+    while stores.clients[0].admin.why_miss(bob.name).is_there:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    await_dead(stores, alice)
+    for path in files(stores, "s"):
+        aged(path, DAY_S)
+    assert collected(stores, 1).dead_head_count == 0
+    for user in (alice, bob, carol, dave):
+        aged(head_of(stores, user), MONTH_S)
+    assert collected(stores, 1, is_dry_run=True).dead_head_count == 2
+    assert len(files(stores, "s")) == 5
+    assert collected(stores, 1).dead_head_count == 2
+    assert {head_of(stores, user) for user in (carol, dave, erin)} == set(files(stores, "s"))
+    assert not files(stores, "dying")
+    for user in (carol, dave, erin):
+        assert user.turn(1) == 70
+    bob = User(stores, "bob")
+    for user in (alice, bob):
+        assert user.turn(1) == 0
+    await_heads(stores)
+    for user in (alice, bob):
+        assert user.turn(0) == 70
+
+
+def await_dead(stores: Stores, user: User) -> None:
+    """Wait until a session's head says that it was deleted."""
+    deadline = time.monotonic() + 20
+    while b'is_deleted\\":true' not in head_of(stores, user).read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_owner_that_does_not_answer_keeps_its_heads(stores: Stores) -> None:
+    """It may have the session."""
+    user = User(stores, "alice")
+    user.turn(0, durability=Durability.DISK)
+    await_heads(stores)
+    aged(head_of(stores, user), MONTH_S)
+    stores.processes[0].kill9()
+    assert collected(stores, 1).dead_head_count == 0
+    stores.restart(0)
+    assert user.turn(0) == 70
+
+
+def test_a_store_that_was_away_for_a_month_brings_nothing_back(stores: Stores) -> None:
+    """What was deleted meanwhile is gone, though nothing says so any more; the rest is as it was."""
+    alice, bob = User(stores, "alice"), User(stores, "bob")
+    for user in (alice, bob):
+        user.turn(0, durability=Durability.DISK)
+    await_heads(stores)
+    node = stores.clients[0].admin.fleet().node
+    stores.processes[0].kill9()
+    alice.turn(1, may_be_outdated=True)
+    alice.delete(1)
+    await_dead(stores, alice)
+    record = Path(stores.bucket.removeprefix("file://")) / "v1/n" / node
+    for path in (record, head_of(stores, alice)):
+        aged(path, MONTH_S)
+    told = collected(stores, 1)
+    assert (told.away_store_count, told.dead_head_count) == (1, 1)
+    assert [each.node for each in stores.clients[1].admin.fleet().nodes] != [node]
+    assert len(stores.clients[1].admin.fleet().nodes) == 1
+    stores.restart(0)
+    assert alice.found(0) == 0
+    assert alice.found(1) == 0
+    assert bob.turn(0) == 70
+    # It has looked at all that it has.
+    deadline = time.monotonic() + 30
+    while files(stores, "away"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_name_waits_until_its_dead_head_is_gone(stores: Stores) -> None:
+    """A store that stopped before it removed a head has left it marked: the next collection goes on."""
+    alice = User(stores, "alice")
+    alice.turn(0)
+    await_heads(stores)
+    alice.delete(0)
+    await_dead(stores, alice)
+    secret = Secret((Path(stores.bucket.removeprefix("file://")).parent / "secret").read_bytes().strip())
+    path = head_of(stores, alice)
+    path.write_bytes(secret.write(secret.read_head(path.read_bytes()).dead("0123456789abcdef")))
+    listed = Path(stores.bucket.removeprefix("file://")) / DYING / ("0" * 32)
+    listed.parent.mkdir(parents=True)
+    text = str(path.relative_to(stores.bucket.removeprefix("file://"))).encode()
+    listed.write_bytes(secret.signed(str(listed.relative_to(stores.bucket.removeprefix("file://"))), text))
+    assert alice.turn(0) == 0
+    assert alice.turn(0) == 70
+    with pytest.raises(Unavailable):
+        alice.turn(0, durability=SHARED)
+    collected(stores, 1)
+    assert listed.exists()
+    aged(listed, 2 * DAY_S)
+    collected(stores, 1)
+    await_heads(stores)
+    assert not listed.exists()
+    assert alice.turn(0, durability=SHARED) >= 140

@@ -81,6 +81,14 @@ class Liar(peer_pb2_grpc.PeerServiceServicer):
         self.lie(answer)
         return answer
 
+    def FindEnded(  # noqa: N802  the proto's
+        self,
+        request: peer_pb2.FindEndedRequest,
+        context: grpc.ServicerContext,  # noqa: ARG002  the proto's
+    ) -> peer_pb2.FindEndedResponse:
+        """Every session has ended."""
+        return peer_pb2.FindEndedResponse(paths=request.paths)
+
     def LendPrefix(  # noqa: N802  the proto's
         self, request: peer_pb2.LendPrefixRequest, context: grpc.ServicerContext
     ) -> peer_pb2.LendPrefixResponse:

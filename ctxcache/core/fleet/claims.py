@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import NamedTuple, Protocol, TypeVar
 
-from ctxcache.core.fleet.heads import Head, Name, NodeRecord, Secret, node_path
+from ctxcache.core.fleet.heads import Head, Name, NodeRecord, Secret, away_path, node_path
 from ctxcache.core.fleet.register import Entry, NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure, Turn, step
 
@@ -221,6 +221,8 @@ class Claims:
         """By the uid of a copy whose head was put, perhaps: where its rows are, which have not come."""
         self._noted: set[str] = set()
         """Paths of heads that were noted as taken from this node, and not changed by it since."""
+        self._unlooked: dict[Name, bool] = {}
+        """Sessions that were noted as taken, and not looked after since; whether `noted` has seen them."""
         self._under_way = Counter[str]()
         """Paths of heads that are read and changed now: what is noted of them is not forgotten meanwhile."""
         self.losses = Recent[Name, Loss]()
@@ -228,6 +230,10 @@ class Claims:
         self._record: tuple[NodeRecord, Entry] | None = None
         self.is_sure = False
         """Whether the last beat was heard: what was taken from this host is known."""
+        self.was_away = False
+        """Whether this node was silent for so long that its record, and heads, were removed."""
+        self.taken_before: tuple[str, ...] | None = ()
+        """See NodeRecord.taken: what was taken from an earlier run of this node."""
         self.counts = Counts()
 
     # -- what a request asks -----------------------------------------------------------------------
@@ -249,6 +255,18 @@ class Claims:
         """The term of the copy of this name; 0 where it has no head."""
         copy = self._claimed.get(name)
         return 0 if copy is None else copy.term
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether this node was heard, and has looked after all that was taken before it was."""
+        return self.is_sure and not self.was_away and self.taken_before == () and not self._unlooked
+
+    def noted(self) -> list[Name]:
+        """Sessions that were noted as taken before the last call, and not looked after since."""
+        due = [name for name, is_due in self._unlooked.items() if is_due]
+        # Whoever notes that a session is taken takes it within a moment.
+        self._unlooked = dict.fromkeys(self._unlooked, True)
+        return due
 
     def tenures(self) -> Iterator[Tenure]:
         """The tenures of all copies with names that are known."""
@@ -320,12 +338,14 @@ class Claims:
     # One look. Which case it is follows from two facts: whom the head names, and what is here.
     #
     #     head                    here: a copy           a guest of the head's uid    nothing
-    #     none                    PRIVATE                -                            absent
+    #     none, or dead           PRIVATE                -                            absent
+    #                             this node was away: retired
     #     deleted                 its own: retired       -                            absent
     #     this node               its own: OWNED         restored, OWNED              landed from its source
     #     another node            retired, then ───────────────────────────────────► yield, take over, land
     async def _look(self, name: Name) -> Verdict | None:
         """None: the head changed meanwhile."""
+        self._check_heard()
         self.counts.head_reads += 1
         entry = await self._register.get(self._secret.head_path(name))
         self._seen.pop(name, None)
@@ -334,17 +354,57 @@ class Claims:
         if entry is None:
             return self._unnamed(name, uid, None)
         head = self._secret.read_head(entry.body)
+        if head.is_dead:
+            # A change could meet its removal: the next head is made anew, when this one is gone.
+            return self._unnamed(name, uid, None)
+        if uid is not None and self._is_over(name, uid, head):
+            self._lose(name)
+            uid = None
         if head.is_deleted:
-            if uid is not None and (uid == head.uid or self._is_past(name, uid, head)):
-                self._lose(name)
-                uid = None
             self._seen.note(name, (entry, head))
             return self._unnamed(name, uid, entry)
         if head.node == self.node:
             return await self._own(name, uid, entry, head)
-        if uid is not None:
-            self._lose(name)
         return await self._take_over(name, entry, head)
+
+    def _is_over(self, name: Name, uid: str, head: Head) -> bool:
+        """Whether a copy that has the name here does not have it any more, by its head."""
+        if head.is_deleted:
+            return uid == head.uid or self._is_past(name, uid, head)
+        return head.node != self.node or (uid != head.uid and self._is_past(name, uid, head))
+
+    async def look_after(self, name: Name) -> bool:
+        """Retire the copy of this name where it is over. Nothing is taken over. False: to be tried again."""
+        is_done = await self._look_after(name)
+        if is_done:
+            self._unlooked.pop(name, None)
+        return is_done
+
+    async def _look_after(self, name: Name) -> bool:
+        uid, copy = self._copies.uid(name), self._claimed.get(name)
+        path = self._secret.head_path(name)
+        if uid is None or (copy is not None and copy.tenure is Tenure.PRIVATE):
+            return True
+        if path in self._under_way:
+            return False
+        try:
+            self._check_heard()
+            self.counts.head_reads += 1
+            entry = await self._register.get(path)
+        except NoAnswer:
+            self.counts.no_answers += 1
+            return False
+        is_same = self._copies.uid(name) == uid and self._claimed.get(name) is copy
+        if not is_same or path in self._under_way:
+            return False
+        head = None if entry is None else self._secret.read_head(entry.body)
+        if head is None or head.is_dead:
+            self._unnamed(name, uid, None)
+        elif self._is_over(name, uid, head):
+            self._lose(name)
+        elif head.is_deleted:
+            self._unnamed(name, uid, entry)
+        return True
 
     def _is_past(self, name: Name, uid: str | None, head: Head) -> bool:
         """Whether a copy had its name before what a head names, or named until it was deleted."""
@@ -355,20 +415,22 @@ class Claims:
 
     def _unnamed(self, name: Name, uid: str | None, entry: Entry | None) -> Verdict:
         """No session has this head: what is here is this host's alone."""
+        copy = self._claimed.get(name)
+        is_new = copy is not None and copy.uid == uid and copy.tenure is Tenure.PRIVATE
+        # The head that named it, or said that it was deleted, may have been removed while this node was away.
+        if uid is not None and self.was_away and not is_new:
+            self._lose(name)
+            uid = None
         if uid is None:
             self._claimed.pop(name, None)
             return Verdict.ABSENT
-        copy = self._claimed.get(name)
-        # Published, and its head is gone: it was collected, or the bucket was emptied. It is published again.
+        # Published, and its head is gone: the bucket was emptied. It is published again.
         tenure = Tenure.UNSURE if copy is None or copy.tenure is Tenure.OWNED else copy.tenure
         self._claim(name, Copy(uid, step(tenure, Turn.UNNAMED), entry))
         return Verdict.HERE
 
     async def _own(self, name: Name, uid: str | None, entry: Entry, head: Head) -> Verdict | None:
         """The head names this node."""
-        if uid != head.uid and self._is_past(name, uid, head):
-            self._lose(name)
-            uid = None
         if uid is not None and uid != head.uid:
             # Created here after what the head names had ended, and not published yet.
             self._claim(name, Copy(uid, Tenure.PRIVATE, entry))
@@ -530,7 +592,7 @@ class Claims:
         # The bucket may have rows of what had this name here: then it was created while nobody could tell.
         if is_known or head.is_deleted or (head.node == self.node and not head.shared):
             # What had this name has ended meanwhile.
-            copy.entry = found
+            copy.entry = None if head.is_dead else found
             return Verdict.UNKNOWN
         self._lose(name)
         return Verdict.ELSEWHERE
@@ -587,7 +649,7 @@ class Claims:
             copy.entry, copy.term = found, head.term
             if head.is_deleted:
                 # A deletion that broke off: for all others there is no such session.
-                self._claim(name, Copy(copy.uid, Tenure.PRIVATE, found))
+                self._claim(name, Copy(copy.uid, Tenure.PRIVATE, None if head.is_dead else found))
             return Verdict.UNKNOWN
         self._lose(name)
         return Verdict.ELSEWHERE
@@ -648,13 +710,17 @@ class Claims:
     async def _put(self, name: Name, made: Head, before: Entry | None) -> Entry | None:
         """Put a head of this host; the entry that the register has then, which may be another host's."""
         # Without a record nobody can tell this host what is taken from it.
-        if self._record is None:
-            raise NoAnswer("no beat of this host was heard yet")
+        self._check_heard()
         self.counts.head_changes += 1
         path = self._secret.head_path(name)
         # A note that comes from here on may mean the new head.
         self._noted.discard(path)
         return await put(self._register, path, self._secret.write(made), before)
+
+    def _check_heard(self) -> None:
+        """Raise NoAnswer before the first beat: whether this node was away is not known."""
+        if self._record is None:
+            raise NoAnswer("no beat of this host was heard yet")
 
     def _owned(self, name: Name, entry: Entry, head: Head) -> None:
         copy = self._claimed.get(name)
@@ -696,10 +762,15 @@ class Claims:
                 self.counts.head_reads += 1
                 entry = await self._register.get(self._secret.head_path(name))
                 head = None if entry is None else self._secret.read_head(entry.body)
-                if entry is not None and head is not None and head.node == self.node and head.uid == uid:
+                is_own = head is not None and head.node == self.node and head.uid == uid
+                if entry is not None and head is not None and is_own and not head.is_deleted:
                     with self._work_on(name):
                         await self._own(name, self._copies.uid(name), entry, head)
             self._given.pop(uid, None)
+
+    def moving(self) -> set[str]:
+        """Paths of heads of sessions that come or go now."""
+        return {self._secret.head_path(name) for name in self._given.values()} | self._under_way.keys()
 
     def _lose(self, name: Name) -> None:
         self.counts.superseded += 1
@@ -733,6 +804,9 @@ class Claims:
             if self._record is None:
                 entry = await self._register.get(path)
                 record = None if entry is None else self._secret.read_node(entry.body)
+                if record is None or record.incarnation != self.incarnation:
+                    self.was_away = await self._register.get(away_path(self.node)) is not None
+                    self.taken_before = () if record is None else record.taken
             else:
                 record, entry = self._record
             # The first beat takes the record over from an earlier run. Later ones find their own.
@@ -755,6 +829,9 @@ class Claims:
             if found is not None and found.body == body:
                 self._record, self.is_sure = (made, found), True
                 return True
+            if found is None and self._record is not None:
+                # It was removed, and nothing is noted of what was taken since.
+                self._give_up(None)
             self._record = None if found is None else (self._secret.read_node(found.body), found)
             # At the first beat there is no record of ours to be changed by another process.
             if record is None or not is_own:
@@ -769,6 +846,7 @@ class Claims:
         self._noted |= set(paths if taken is None else taken)
         for path in self._noted & paths.keys():
             copy = self._claimed[paths[path]]
+            self._unlooked[paths[path]] = False
             # A private copy is doubted too: an unanswered change may have put its head.
             copy.tenure = step(copy.tenure, Turn.DOUBTED)
 

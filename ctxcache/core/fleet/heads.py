@@ -2,6 +2,7 @@
 
     v1/s/<hh>/<digest of tenant>/<digest of session>    a head: who continues the session
     v1/n/<node>                                         a node record: where a host's store is reached
+    v1/away/<node>                                      its record was removed: it was silent for long
     v1/o/<hh>/<digest of tenant>/<digest of session>/   rows of the session, and what they are: `shared.py`
     v1/p/<hh>/<digest of a prefix's key>                a holder: which host has that prefix
 
@@ -44,7 +45,8 @@ class Head:
     `node` and `incarnation` own it: a store, and one run of it. `term` grows with each owner, and `nonce` is
     drawn for every change, so that two heads with equal bytes are one. `uid` is that of the owner's copy,
     `past`: uids of copies that had the name before, the last ones; None:
-    so many that any copy may have had it. A deleted head says that there is no such session.
+    so many that any copy may have had it. A deleted head says that there is no such session. One that is
+    marked `is_dead` besides is about to be removed, and nobody changes it any more.
     `shared` names the object that says which rows of the session the bucket has; empty for none.
     """
 
@@ -57,6 +59,7 @@ class Head:
     past: tuple[str, ...] | None = ()
     is_deleted: bool = False
     shared: str = ""
+    is_dead: bool = False
 
     def followed_by(self, head: "Head") -> "Head":
         """The head that takes this one's place: of the next term, and with what is known of the past."""
@@ -70,6 +73,10 @@ class Head:
     def touched(self, nonce: str) -> "Head":
         """The same, as another object: whoever has read this one can change it no more."""
         return replace(self, term=self.term + 1, nonce=nonce)
+
+    def dead(self, nonce: str) -> "Head":
+        """The same, about to be removed."""
+        return replace(self.touched(nonce), is_deleted=True, shared="", is_dead=True)
 
     def is_touched(self, before: "Head") -> bool:
         """Whether this is `before`, `touched`."""
@@ -126,7 +133,7 @@ class Secret:
         """The path of a session's head."""
         tenant = self._digest(b"tenant", name.tenant.encode())
         session = self._digest(b"session", f"{name.tenant}/{name.session_id}".encode())
-        return f"v1/s/{session[:2]}/{tenant}/{session}"
+        return f"{HEADS}{session[:2]}/{tenant}/{session}"
 
     def holder_path(self, tenant: str, key: bytes) -> str:
         """The path of what is known of a prefix, by its key."""
@@ -143,7 +150,7 @@ class Secret:
 
     def objects_folder(self, name: Name) -> str:
         """Where the bucket has what is shared of a session."""
-        return self.head_path(name).replace("v1/s/", OBJECTS, 1) + "/"
+        return self.head_path(name).replace(HEADS, OBJECTS, 1) + "/"
 
     def signed(self, path: str, body: bytes) -> bytes:
         """An object of other bytes than a head's, to be read at this path alone."""
@@ -203,6 +210,13 @@ def node_path(node: str) -> str:
     return f"{NODES}{node}"
 
 
+def away_path(node: str) -> str:
+    """The path of the mark that a node was away for so long that its record was removed."""
+    return f"v1/away/{node}"
+
+
+HEADS = "v1/s/"
+"""The beginning of the paths of heads."""
 NODES = "v1/n/"
 """The beginning of the paths of node records."""
 OBJECTS = "v1/o/"
