@@ -31,7 +31,7 @@ from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS, loss_nats
 from ctxcache.format.streams import TOKENS
 from gpu_worker.engines import names
-from gpu_worker.engines.precedence import Precedence
+from gpu_worker.engines.precedence import precedence_of
 from gpu_worker.engines.reasons import Reasons
 from gpu_worker.engines.transformers_host import HostCaches
 from gpu_worker.engines.transformers_renderings import KEPT, MOST_KEPT, PLACE_TOKENS, Renderings
@@ -327,7 +327,7 @@ class TransformersEngine(Closing):
         self._unchanged = Unchanged(model, spec)
         self._savers = Savers(client, self._own, model.device, self._unchanged.check_weights)
         self._renderings = Renderings(client, self._own, kept=renderings)
-        self._precedence = Precedence()
+        self._precedence = precedence_of(self._adapter.base)
         self._ahead = AheadTally()
         self.turn_begins: Callable[[str], None] = lambda _session_id: None
         """Called with a conversation's name where its turn begins, in the turn's thread."""

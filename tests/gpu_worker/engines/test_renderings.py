@@ -301,8 +301,9 @@ MEANWHILE: dict[str, tuple[Callable[[Client, str], object], str, list[int] | Non
 
 
 def _append(client: Client, name: str, ids: list[int]) -> None:
-    """As another engine does."""
-    with engine_on(client) as other:
+    """As another engine does, of a model of its own."""
+    plan = RestorePlan.uniform(Method.KV, spec().layer_count)
+    with TransformersEngine(build("llama"), client, spec(), plan) as other:
         other.turn(name.removeprefix("sessions/"), ids, max_new_tokens=0)
 
 
@@ -406,9 +407,49 @@ def _until(condition: Callable[[], bool]) -> None:
         pause.wait(0.002)
 
 
+def test_a_pass_gives_way_to_a_turn_of_another_engine_of_the_model(client: Client, session_id: str) -> None:
+    """Else each would capture the other's rows, and save those that have the same shape."""
+    with engine_on(client) as one, engine_on(client) as other:
+        _begun(one, session_id)
+        history = [*EDITED[:200], *[7] * 30]
+        turn = threading.Thread(target=lambda: _begun(other, f"{session_id}-2", history))
+
+        def come() -> None:
+            turn.start()
+            _until(lambda: one._precedence.is_wanted or not turn.is_alive())
+
+        done = one.rerendered(session_id, EDITED, step_tokens=STEP_TOKENS, goes_on=_at_step({2: come}))
+        turn.join()
+        assert done.gave_way
+        assert one.rerendered(session_id, EDITED).is_in_place
+        _next(one, session_id, EDITED)
+        assert _next(other, f"{session_id}-2", history).reused_token_count == len(history)
+
+
+def test_a_turn_within_a_turn_is_refused(client: Client, session_id: str) -> None:
+    """It would wait for itself, for ever; the outer turn goes on."""
+    with engine_on(client) as one, engine_on(client) as other:
+
+        def come(_token: int) -> None:
+            for engine in (one, other):
+                with pytest.raises(InvalidArgument, match="model"):
+                    engine.turn(f"{session_id}-2", FIRST, max_new_tokens=0)
+                with pytest.raises(InvalidArgument, match="model"):
+                    engine.rerendered(session_id, EDITED)
+
+        turn = one.turn(session_id, FIRST, max_new_tokens=2, eos_token_ids=(), on_token=come)
+        assert len(turn.token_ids) == 2
+
+
 def test_two_engines_that_do_the_same_pass(server: ServerProcess, client: Client, session_id: str) -> None:
     """The first one has it; the other's is refused, and every reply is right."""
-    with ctxcache.connect(server.target) as second, engine_on(client) as one, engine_on(second) as other:
+    # Of a model each: of one model a turn would wait for the pass.
+    plan = RestorePlan.uniform(Method.KV, spec().layer_count)
+    with (
+        ctxcache.connect(server.target) as second,
+        engine_on(client) as one,
+        TransformersEngine(build("llama"), second, spec(), plan) as other,
+    ):
         _begun(one, session_id)
         done: list[Rerendered] = []
         goes_on = _at_step({1: lambda: done.append(other.rerendered(session_id, EDITED))})
