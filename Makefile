@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fleet-demo cluster demo-proof bench-table controls kernels engines engines-ci engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-worker coverage wheel newcomer resolve clean
+.PHONY: help demo fleet-demo cluster demo-proof bench-table controls kernels engines engines-ci engines-versions engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-worker coverage wheel newcomer resolve clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -111,6 +111,9 @@ engines: ## Run real engines on a real store: vLLM, LMCache, SGLang's cache and 
 
 engines-ci: ## The part of it that CI runs: vLLM with prefixes, sessions, eviction, a store stopped and killed (two minutes)
 	@$(PYTHON) scripts/run_engines.py vllm-ci -- $(ARGS)
+
+engines-versions: ## Run what each version of vLLM must do with a store, each in an environment of its own, and write docs/vllm.md's table (an hour; ARGS="0.28 --keep DIR")
+	@$(PYTHON) scripts/vllm_versions.py $(ARGS)
 
 engines-llamacpp: ## The part of it that is llama.cpp (a minute)
 	@$(PYTHON) scripts/run_engines.py llamacpp -- $(ARGS)

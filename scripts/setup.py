@@ -44,6 +44,9 @@ class Environment:
     """Packages that are installed without what they ask for."""
     unwanted: tuple[str, ...] = ()
     """Requirements without which it works better."""
+    pins: tuple[str, ...] = ()
+    """Requirements in the place of those of the same packages in the groups; torch's version is then ours."""
+    torch_version: str = TORCH_VERSION
 
 
 ENVIRONMENTS = {
@@ -98,25 +101,32 @@ def main() -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         return
     try:
-        _set_up(environment)
+        set_up(environment)
     except subprocess.CalledProcessError as error:
         sys.exit(f"setup: {' '.join(map(str, error.cmd[:5]))} ... failed; what it printed is above")
     stamp.write_text(wanted)
     _say(f"{environment.directory} is ready")
 
 
-def _set_up(environment: Environment) -> None:
+def set_up(environment: Environment) -> None:
+    """Make an environment, or bring it up to date. Raises subprocess.CalledProcessError."""
     python = _virtual_environment(environment.directory)
     uv, settings = find_uv(), uv_settings()
     requirements: list[str | Path] = []
     if environment.has_project:
         projects = _editable(ROOT, environment.extras), _editable(ROOT / "lab", environment.lab_extras)
         requirements += [word for project in projects for word in ("--editable", project)]
-    grouped = group_requirements(environment.groups)
+    pins = {_package(pin): pin for pin in environment.pins}
+    grouped = [pins.get(_package(one), one) for one in group_requirements(environment.groups)]
     alone = [one for one in grouped if one.partition("==")[0] in environment.alone]
     requirements += [one for one in grouped if one not in alone]
     if environment.has_torch:
-        requirements.append(_torch_requirement(uv, settings, python))
+        requirements.append(_torch_requirement(uv, settings, python, environment.torch_version))
+    if pins and environment.has_torch:
+        # Builds of vLLM for a CPU name torch's build for a CPU, which not every index has.
+        override = ROOT / environment.directory / "override.txt"
+        override.write_text(f"{requirements[-1]}\n")
+        requirements += ["--override", override]
     _say(f"{environment.directory}: installing the project and what it needs")
     try:
         _run([uv, "pip", "install", *_quiet(), "--python", python, *requirements], settings)
@@ -167,9 +177,13 @@ def group_requirements(groups: tuple[str, ...]) -> list[str]:
     return requirements
 
 
-def _torch_requirement(uv: Path, settings: dict[str, str], python: Path) -> str:
+def _package(requirement: str) -> str:
+    return requirement.partition("==")[0]
+
+
+def _torch_requirement(uv: Path, settings: dict[str, str], python: Path, version: str) -> str:
     """Choose torch's CPU build where there is no GPU and one can be found; say what was chosen."""
-    cpu, plain = f"torch=={TORCH_VERSION}+cpu", f"torch=={TORCH_VERSION}"
+    cpu, plain = f"torch=={version}+cpu", f"torch=={version}"
     if os.environ.get("TORCH_SPEC"):
         choice, why = os.environ["TORCH_SPEC"], "as TORCH_SPEC says"
     elif _has_gpu():
