@@ -6,9 +6,10 @@ from ctxcache.engines import lazily
 
 if TYPE_CHECKING:
     from gpu_worker.engines.ahead import Ahead, next_history
-    from gpu_worker.engines.transformers import Rerendered, TransformersEngine, Turn
+    from gpu_worker.engines.transformers import TransformersEngine
     from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
     from gpu_worker.engines.transformers_host import HostCache
+    from gpu_worker.engines.transformers_turns import Rerendered, Turn
     from gpu_worker.model.proof import adapt
     from gpu_worker.model.spec import model_spec, spec_from_directory
     from gpu_worker.planning.plan import Method, RestorePlan
@@ -33,7 +34,8 @@ __getattr__ = lazily(
     __name__,
     {
         "gpu_worker.engines.ahead": ("Ahead", "next_history"),
-        "gpu_worker.engines.transformers": ("Rerendered", "TransformersEngine", "Turn"),
+        "gpu_worker.engines.transformers": ("TransformersEngine",),
+        "gpu_worker.engines.transformers_turns": ("Rerendered", "Turn"),
         "gpu_worker.engines.transformers_batch": ("TransformersBatchEngine", "TurnRequest"),
         "gpu_worker.engines.transformers_host": ("HostCache",),
         "gpu_worker.model.proof": ("adapt",),

@@ -21,13 +21,13 @@ from typing import Any
 
 from ctxcache.client.wire import Closing
 from ctxcache.errors import InvalidArgument
-from gpu_worker.engines.transformers import Rerendered, TransformersEngine
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_turns import Rerendered
 from gpu_worker.families.generation import common_prefix
-from gpu_worker.planning.ahead import MOST_WAITING, SHARE, WORTH, AheadQueue
+from gpu_worker.planning.ahead import GAVE_WAY, MOST_WAITING, SHARE, WORTH, AheadQueue
 
 log = logging.getLogger(__name__)
 
-GAVE_WAY = "gave way"
 STEP_TOKENS = 128
 """Tokens of a step, for the end of which a turn waits at most."""
 
@@ -67,9 +67,7 @@ class Ahead(Closing):
         self._engine, self._step_tokens = engine, step_tokens
         self._queue: AheadQueue[array[int]] = AheadQueue(share=share, most_waiting=most_waiting, worth=worth)
         self._changed = threading.Condition()
-        self._is_closing = self._is_busy = False
-        self._passing, self._is_back = "", False
-        """The conversation whose pass runs, and whether it had a turn since."""
+        self._is_closing = False
         self._outcomes: Counter[str] = Counter()
         engine.turn_begins = self._turn_begins
         self._thread = threading.Thread(target=self._run, name="ctxcache-ahead", daemon=True)
@@ -95,7 +93,7 @@ class Ahead(Closing):
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is left to do. False where something still is."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._is_busy, timeout_s)
+            return self._changed.wait_for(lambda: self._queue.is_idle, timeout_s)
 
     def close(self) -> None:
         """End the thread, behind the step that it is at. What waits is forgotten."""
@@ -108,7 +106,6 @@ class Ahead(Closing):
     def _turn_begins(self, session_id: str) -> None:
         with self._changed:
             self._queue.turn_begins(session_id, time.monotonic())
-            self._is_back |= session_id == self._passing
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -120,17 +117,10 @@ class Ahead(Closing):
                     self._changed.wait(None if pause_s == math.inf else max(pause_s, 0))
                 if offer is None:
                     return
-                self._is_busy = True
-                self._passing, self._is_back = offer.session_id, False
-            begin_s = time.monotonic()
             outcome = self._passed(offer.session_id, offer.work)
             with self._changed:
-                self._is_busy = False
                 self._outcomes[outcome] += 1
-                now_s = time.monotonic()
-                self._queue.spent(now_s - begin_s, now_s)
-                if outcome == GAVE_WAY and not self._is_back:
-                    self._queue.put_back(offer)
+                self._queue.ended(outcome, time.monotonic())
                 self._changed.notify_all()
 
     def _passed(self, session_id: str, history: Sequence[int]) -> str:

@@ -24,10 +24,11 @@ from ctxcache.client.types import SessionInfo
 from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import Stream
-from gpu_worker.engines.transformers import Start, TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.transformers_packed import ATTENTION, PackedModel, SequenceCache, Work
 from gpu_worker.engines.transformers_restoring import Restoring
 from gpu_worker.engines.transformers_sessions import DAMAGED, MISSES
+from gpu_worker.engines.transformers_turns import Start, Turn
 from gpu_worker.errors import RestoreFailed
 from gpu_worker.families.adapter import Adapter, refuse
 from gpu_worker.families.generation import Capture, end_token_ids, prefill

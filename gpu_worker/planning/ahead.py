@@ -18,6 +18,8 @@ from typing import Generic, TypeVar
 
 from ctxcache.errors import InvalidArgument
 
+GAVE_WAY = "gave way"
+"""The outcome of a pass that a turn interrupted."""
 SHARE = 0.5
 """The most of an engine's time that passes ahead take."""
 MOST_WAITING = 64
@@ -72,6 +74,10 @@ class AheadQueue(Generic[Work]):
         self._away_since_s: OrderedDict[str, float] = OrderedDict()
         self._returned_count = self._gone_count = 0
         self._free_s = -math.inf
+        self._passing: Offer[Work] | None = None
+        """The offer whose pass runs."""
+        self._begin_s, self._is_back = -math.inf, False
+        """When that pass began, and whether its conversation had a turn since."""
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -86,6 +92,7 @@ class AheadQueue(Generic[Work]):
     def turn_begins(self, session_id: str, now_s: float) -> None:
         """A conversation is back: what was offered is its former rendering."""
         self._offers.pop(session_id, None)
+        self._is_back |= self._passing is not None and self._passing.session_id == session_id
         self._returned_count += self._away_since_s.pop(session_id, None) is not None
         self._away_since_s[session_id] = now_s
         # One that is away for a short time may still return: it counts neither way.
@@ -110,18 +117,27 @@ class AheadQueue(Generic[Work]):
         return self._free_s if self._offers else math.inf
 
     def take(self, now_s: float) -> Offer[Work] | None:
-        """Take the next offer, where its time has come."""
+        """Begin a pass: take the next offer, where its time has come."""
         if self.due_s() > now_s:
             return None
-        return self._offers.pop(max(self._offers.values(), key=_urgency).session_id)
+        offer = self._offers.pop(max(self._offers.values(), key=_urgency).session_id)
+        self._passing, self._begin_s, self._is_back = offer, now_s, False
+        return offer
 
-    def put_back(self, offer: Offer[Work]) -> None:
-        """A pass gave way, and goes on later. A newer offer of the conversation stays."""
-        self._offers.setdefault(offer.session_id, offer)
+    def ended(self, outcome: str, now_s: float) -> None:
+        """The pass that was begun has ended now; `outcome`: in few words.
 
-    def spent(self, seconds: float, now_s: float) -> None:
-        """A pass took so long and has ended now."""
-        self._free_s = now_s + seconds * (1 - self._share) / self._share
+        One that gave way goes on later, unless its conversation is back or has a newer offer.
+        """
+        offer, self._passing = self._passing, None
+        self._free_s = now_s + (now_s - self._begin_s) * (1 - self._share) / self._share
+        if offer is not None and outcome == GAVE_WAY and not self._is_back:
+            self._offers.setdefault(offer.session_id, offer)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no pass runs, and none waits."""
+        return self._passing is None and not self._offers
 
 
 @dataclass(frozen=True, slots=True)

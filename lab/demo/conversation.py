@@ -18,7 +18,8 @@ from itertools import islice
 from transformers import DynamicCache
 
 from ctxcache.errors import InvalidArgument, PositionsNotRelocatable
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_turns import Turn
 from gpu_worker.families.generation import SINK_TOKENS, prefill, stream_greedy
 from gpu_worker.planning.plan import Method
 from lab.demo.embedded_store import EmbeddedStore

@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ctxcache.client import Client
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_turns import Turn
 from gpu_worker.planning.plan import Method
 from lab.demo.building import progress_bars
 from lab.demo.conversation import Reference, Script

@@ -23,7 +23,8 @@ from ctxcache.client import CallerModel
 from ctxcache.client.types import Durability, SessionInfo
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_turns import Turn
 from gpu_worker.families.generation import PREFILL_PIECE_TOKENS, Capture, continue_greedy, prefill
 from gpu_worker.model.proof import adapt
 from gpu_worker.planning.plan import Method

@@ -7,7 +7,8 @@ store gave back. Worst case: a turn that differs, which the result says in a sen
 from collections.abc import Callable, Sequence
 
 from ctxcache.client import Client
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_turns import Turn
 from gpu_worker.families.generation import common_prefix
 from gpu_worker.planning.plan import Method
 from lab.demo.results import ReferenceTurn, RestoredTurn, Source, Stored

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import prometheus_client
 
-from gpu_worker.planning.ahead import AheadCounts, AheadQueue, AheadTally
+from gpu_worker.planning.ahead import GAVE_WAY, AheadCounts, AheadQueue, AheadTally
 
 log = logging.getLogger("vllm.ctxcache")
 
@@ -100,8 +100,6 @@ class AheadMiddleware:
         self._tally, self._shown = AheadTally(), AheadCounts()
         self._held: OrderedDict[str, array[int]] = OrderedDict()
         self._served_count = 0
-        self._passing, self._is_back = "", False
-        """The conversation whose pass runs, and whether it had a request since."""
         self._changed = asyncio.Event()
         self._aborted = asyncio.Event()
         """That of the pass that runs."""
@@ -144,7 +142,6 @@ class AheadMiddleware:
         if body is not None:
             name = _name(body, scope)
             self._queue.turn_begins(name, time.monotonic())
-            self._is_back |= name == self._passing
         reply = Reply()
 
         async def sent(message: Message) -> None:
@@ -189,9 +186,7 @@ class AheadMiddleware:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), min(pause_s, 3600.0) or None)
                 continue
-            begin_s = time.monotonic()
             self._aborted = asyncio.Event()
-            self._passing, self._is_back = offer.session_id, False
             try:
                 outcome = await self._passed(offer.session_id, offer.work._replace(aborted=self._aborted))
             except Refused as error:
@@ -200,10 +195,7 @@ class AheadMiddleware:
             except Exception:
                 log.exception("a conversation was not computed ahead")
                 outcome = "broken"
-            if outcome == GAVE_WAY and not self._is_back:
-                self._queue.put_back(offer)
-            now_s = time.monotonic()
-            self._queue.spent(now_s - begin_s, now_s)
+            self._queue.ended(outcome, time.monotonic())
             PASSES.labels(outcome).inc()
 
     async def _passed(self, name: str, asked: Asked) -> str:
@@ -316,9 +308,6 @@ class AheadMiddleware:
             raise Refused(status)
         answer: Fields = json.loads(bytes(received))
         return answer
-
-
-GAVE_WAY = "gave way"
 
 
 class Reply:

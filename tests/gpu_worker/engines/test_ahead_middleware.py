@@ -24,6 +24,7 @@ from gpu_worker.engines.vllm.ahead import (
     Scope,
     Send,
 )
+from gpu_worker.planning.ahead import AheadQueue
 
 THOUGHT = "x" * 100
 WAIT_S = 10.0
@@ -115,6 +116,13 @@ async def _post(app: AheadMiddleware, body: Any, path: str = CHAT, key: str = "k
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 
+def _without_pauses(app: App) -> AheadMiddleware:
+    """One that begins a pass as soon as the one before has ended."""
+    middleware = AheadMiddleware(app)
+    middleware._queue = AheadQueue(share=1.0)
+    return middleware
+
+
 async def _until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110  # nothing tells of what is waited for
@@ -154,12 +162,10 @@ async def test_priorities_are_given_where_the_engine_has_them() -> None:
     """An engine that refuses one is asked without, from then on."""
     for has_priorities in (True, False):
         app = App(has_priorities=has_priorities)
-        middleware = AheadMiddleware(app)
+        middleware = _without_pauses(app)
         for number in range(2):
             await _post(middleware, _body(session_id=f"s{number}"))
             await _until(lambda: len(app.computed) == number + 1)  # noqa: B023
-            # The pause that is behind a pass.
-            middleware._queue.spent(0.0, 0.0)
         given = [body.get("priority") for path, body in app.asked if path == COMPLETIONS]
         assert [bool(each) for each in given] == ([True] * 2 if has_priorities else [True, False, False])
 
@@ -167,18 +173,14 @@ async def test_priorities_are_given_where_the_engine_has_them() -> None:
 async def test_a_caller_comes_first() -> None:
     """The pass is aborted at once, and goes on when nobody is served; not for a conversation that is back."""
     app = App()
-    middleware = AheadMiddleware(app)
+    middleware = _without_pauses(app)
     app.holds.clear()
     await _post(middleware, _body())
     await _until(app.is_computing.is_set)
     await _post(middleware, _body("other" * 20, session_id="bob"))
     await _until(lambda: app.abort_count == 1)
     app.holds.set()
-    middleware._queue.spent(0.0, 0.0)
-    middleware._changed.set()
     await _until(lambda: len(app.computed) == 1)
-    middleware._queue.spent(0.0, 0.0)
-    middleware._changed.set()
     await _until(lambda: len(app.computed) == 2)
     beginnings = {"".join(map(chr, prompt[:12])) for prompt in app.computed}
     assert beginnings == {"<user>qqqqqq", "<user>othero"}

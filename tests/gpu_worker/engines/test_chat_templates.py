@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ctxcache.client import Client
 from gpu_worker.engines.ahead import next_history
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_turns import Turn
 from gpu_worker.families.generation import continue_greedy
 from gpu_worker.model.spec import model_spec
 from gpu_worker.planning.plan import Method, RestorePlan

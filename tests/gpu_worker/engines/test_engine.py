@@ -21,8 +21,9 @@ from ctxcache.errors import InvalidArgument, ModelFingerprintMismatch, SessionNo
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.engines import names
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
+from gpu_worker.engines.transformers_turns import Turn
 from gpu_worker.families.generation import continue_greedy, prefill
 from gpu_worker.model.spec import model_spec
 from gpu_worker.planning.plan import Method, RestorePlan

@@ -21,7 +21,8 @@ from ctxcache.client.arena import Bytes
 from ctxcache.client.routes import Access
 from ctxcache.errors import CacheError, Unavailable
 from ctxcache.format.streams import Stream
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_turns import Turn
 from gpu_worker.pipeline.pipeline import PipelineSettings
 from gpu_worker.pipeline.sources import LeasedSource
 from gpu_worker.planning.plan import RestorePlan

@@ -14,7 +14,8 @@ import ctxcache
 from ctxcache.client import Client
 from ctxcache.errors import InvalidArgument
 from gpu_worker.engines.ahead import Ahead, Message, next_history
-from gpu_worker.engines.transformers import Rerendered, TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_turns import Rerendered, Turn
 from gpu_worker.families.generation import continue_greedy
 
 WAIT_S = 60.0

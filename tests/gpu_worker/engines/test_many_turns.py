@@ -22,7 +22,8 @@ from ctxcache.client import Client
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import PACKINGS
 from ctxcache.format.streams import TOKENS, StateKind
-from gpu_worker.engines.transformers import FAST, Start, Steps, TransformersEngine
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_turns import FAST, Start, Steps
 from gpu_worker.families.generation import common_prefix, fit, prefill
 from gpu_worker.model.spec import model_spec
 from gpu_worker.pipeline.pipeline import PipelineSettings

@@ -19,7 +19,8 @@ from ctxcache.errors import ModelFingerprintMismatch
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSES_NATS, LOSSY_KINDS, PACKINGS
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_turns import Turn
 from gpu_worker.errors import RowNotRepresentable
 from gpu_worker.families import Adapter
 from gpu_worker.forms.rows import widen

@@ -40,8 +40,9 @@ from ctxcache.client.types import SessionInfo, seconds
 from ctxcache.client.wire import Wire
 from ctxcache.errors import InvalidArgument, SessionNotFound
 from ctxcache.format.streams import StateKind, Stream
-from gpu_worker.engines.transformers import Rerendered, TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
+from gpu_worker.engines.transformers_turns import Rerendered, Turn
 from gpu_worker.families.generation import continue_greedy
 from gpu_worker.model.spec import model_spec
 from gpu_worker.planning.ahead import AheadCounts

@@ -19,7 +19,8 @@ from ctxcache.client import BlockSpace, Client
 from ctxcache.client.types import LookupState
 from ctxcache.errors import InvalidArgument
 from ctxcache.format.streams import StateKind
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_turns import Turn
 from gpu_worker.errors import IncompleteRestore, SnapshotMismatch, UnsupportedDtype
 from gpu_worker.families.generation import Stops, continue_greedy, pieces, prefill
 from gpu_worker.forms.snapshots import Identity, Snapshot, Snapshots, decoded, encoded, identities, states_of

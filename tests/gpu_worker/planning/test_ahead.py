@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxcache.errors import InvalidArgument
-from gpu_worker.planning.ahead import GONE_S, AheadCounts, AheadQueue, AheadTally
+from gpu_worker.planning.ahead import GAVE_WAY, GONE_S, AheadCounts, AheadQueue, AheadTally
 
 
 def _order(queue: AheadQueue[list[int]]) -> list[str]:
@@ -54,7 +54,7 @@ def test_passes_take_their_share_of_the_time() -> None:
         took_s = 0.1 + number % 7
         now_s += took_s
         busy_s += took_s
-        queue.spent(took_s, now_s)
+        queue.ended("in place", now_s)
     assert busy_s / (now_s + took_s * 3) == pytest.approx(0.25)
 
 
@@ -64,14 +64,19 @@ def test_a_conversation_that_is_back_is_not_computed_for_its_former_rendering() 
     queue.offer("a", [1])
     queue.turn_begins("a", 0.0)
     assert queue.take(0.0) is None
-    queue.offer("a", [1])
-    gave_way = queue.take(0.0)
-    assert gave_way is not None
-    queue.offer("a", [2])
-    queue.put_back(gave_way)
-    offer = queue.take(0.0)
-    assert offer is not None
-    assert offer.work == [2]
+    for is_back, is_offered, left in ((0, 0, [1]), (0, 1, [2]), (1, 0, None), (1, 1, [2])):
+        queue.offer("a", [1])
+        assert queue.take(0.0) is not None
+        assert not queue.is_idle
+        if is_back:
+            queue.turn_begins("a", 0.0)
+        if is_offered:
+            queue.offer("a", [2])
+        queue.ended(GAVE_WAY, 0.0)
+        offer = queue.take(0.0)
+        assert (offer and offer.work) == left
+        queue.ended("in place", 0.0)
+        assert queue.is_idle
 
 
 def test_what_costs_more_than_it_is_likely_to_spare_is_left() -> None:

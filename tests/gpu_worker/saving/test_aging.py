@@ -25,7 +25,8 @@ from ctxcache.errors import (
 from ctxcache.format.model import ModelSpec
 from ctxcache.format.packing import LOSSY_KINDS
 from ctxcache.format.streams import TOKENS, StateKind, Stream
-from gpu_worker.engines.transformers import TransformersEngine, Turn
+from gpu_worker.engines.transformers import TransformersEngine
+from gpu_worker.engines.transformers_turns import Turn
 from gpu_worker.families import Adapter
 from gpu_worker.families.generation import continue_greedy, prefill
 from gpu_worker.model.proof import adapt
