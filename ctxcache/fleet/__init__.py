@@ -1,10 +1,12 @@
 """The fleet: this store among those of other hosts. Owned by the event loop.
 
-    services ──► Fleet (whereabouts) ──► Claims ──► register     who continues a session
-                   │                        └─────► Asking       its owner, over gRPC
-                   ├── Arrival ◄── bulk channel of the owner     its rows
-                   │      └─────── objects of the bucket         or those that were shared
-                   └── Sharing ──► objects of the bucket
+    services ──► Fleet (whereabouts) ──► Claims ──► register         who continues a session
+                   │                        ├─────► Asking           its owner, over gRPC
+                   │                        └─────► HostCopies       what is here
+                   │                                    └── Arrival ◄── bulk channel of the owner, or objects
+                   ├── Sharing ─────► objects of the bucket
+                   ├── Borrowing ───► other stores                   prompts without a name
+                   └── Collecting ──► register and objects           what nobody needs any more
 
 `core/fleet/` decides; what a decision does to sessions and sockets is here. Worst case: the bucket does not
 answer; the sessions that are here are served on, and what another host has is computed.
@@ -12,7 +14,6 @@ answer; the sessions that are here are served on, and what another host has is c
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 import uuid
@@ -25,39 +26,37 @@ from functools import partial
 from typing import Any
 
 from ctxcache.cache import Cache
-from ctxcache.cache.eviction import NOTHING_ENDED, Ended
 from ctxcache.cache.state import Pace, part_of_work
 from ctxcache.client.credentials import ClientTls, OwnTokenFile
-from ctxcache.core.fleet.claims import Busy, Claims, FleetFacts, Left, Loss, Verdict
+from ctxcache.core.fleet.claims import Claims, FleetFacts, Left, Loss, Verdict
 from ctxcache.core.fleet.heads import NODES, ForeignObject, Name, NodeRecord, Secret, away_path
 from ctxcache.core.fleet.register import NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure
 from ctxcache.core.fleet.worth import Worth
 from ctxcache.core.history import Event
-from ctxcache.core.ledger.session import HIDDEN, Expiration, Session
-from ctxcache.core.ledger.work import Work, at_work
+from ctxcache.core.ledger.session import HIDDEN, Session
+from ctxcache.core.ledger.work import at_work
 from ctxcache.errors import (
     CacheError,
-    InvalidArgument,
     InvalidConfiguration,
     SessionMoved,
     SessionNotFound,
     Unavailable,
 )
-from ctxcache.fleet.arrival import Arrival, bring
+from ctxcache.fleet.arrival import Arrival
 from ctxcache.fleet.borrowing import Borrowing
 from ctxcache.fleet.collecting import SHARDS, Collecting
-from ctxcache.fleet.peers import GUEST_TTL_NS, Asking, Former
+from ctxcache.fleet.copies import HostCopies
+from ctxcache.fleet.peers import Asking, Former
 from ctxcache.fleet.sharing import Sharing
 from ctxcache.fleet.sources import Offer
 from ctxcache.runtime.threads import started_pool
-from ctxcache.service import convert, validate
 from ctxcache.service.admission import Admission
 from ctxcache.service.fairness import LoopSlice, Turns
 from ctxcache.service.whereabouts import Wanted
 from ctxcache.storage.bucket_probe import FEW_RACERS, probe
 from ctxcache.storage.objects import Objects
-from ctxcache.v1 import operations_pb2, session_pb2
+from ctxcache.v1 import operations_pb2, peer_pb2
 
 log = logging.getLogger(__name__)
 PUBLISH_INTERVAL_S = 1.0
@@ -79,9 +78,6 @@ PROBLEMS_TOLD = 100
 SAVE_WAIT_S = 1.0
 """How long a turn waits for the one before to be saved at another store. Then it is computed alone."""
 LOOK_INTERVAL_S = 0.1
-KNOCK_S = 2.0
-"""How long a store is asked for its rows that has no connection free."""
-NAME_OF_PART = re.compile("[0-9a-f]{32}")
 FLEET = "v1/fleet"
 """The path of the object by which a store finds out whether the bucket is of its fleet."""
 
@@ -123,11 +119,21 @@ class Fleet:
         self._arriving = asyncio.Semaphore(ARRIVALS)
         self._threads: ThreadPoolExecutor = started_pool(ARRIVALS, "fleet")
         self._asking = Asking(tls, token, self._stored)
+        self.copies = HostCopies(
+            cache,
+            self._threads,
+            self._turns,
+            self._spawn,
+            calls=self._calls,
+            arriving=self._arriving,
+            parts_of=self._parts_of,
+            arrived=self._arrived,
+        )
         self.claims = Claims(
             register,
             secret,
             self._asking,
-            self,
+            self.copies,
             node=node,
             incarnation=secrets.token_hex(8),
             address="",
@@ -168,10 +174,6 @@ class Fleet:
         self._burying = 0
         self._settling: dict[Name, asyncio.Task[Verdict]] = {}
         self._background: set[asyncio.Task[object]] = set()
-        self._former: dict[str, Former] = {}
-        """By a guest's uid, what it had before; the oldest first."""
-        self._guest_of: dict[Name, str] = {}
-        """The guest that a session has left here."""
         self._heard_s = time.monotonic()
         self._proven_s = 0.0
         """When the bucket was last found to honour conditions."""
@@ -287,15 +289,13 @@ class Fleet:
             names = self.claims.names()
             for begin in range(0, len(names), FORGOTTEN_PER_SLICE):
                 some = names[begin : begin + FORGOTTEN_PER_SLICE]
-                gone = [n for n in some if self._session(n) is None and n not in self._settling]
+                gone = [n for n in some if self.copies.session(n) is None and n not in self._settling]
                 await at_work(self._bury_expired(gone))
-                self.claims.forget(n for n in gone if self._session(n) is None and n not in self._settling)
+                self.claims.forget(
+                    n for n in gone if self.copies.session(n) is None and n not in self._settling
+                )
                 await asyncio.sleep(0)
-            with Work():
-                ended = [uid for uid in self._former if not self.has_guest(uid)]
-            for uid in ended:
-                self._former.pop(uid, None)
-            self._guest_of = {name: uid for name, uid in self._guest_of.items() if uid in self._former}
+            self.copies.forget_ended()
 
     # A copy that another host took would else stay until somebody asks for it, for as long as it lives.
     async def _look_after(self) -> None:
@@ -423,7 +423,7 @@ class Fleet:
         if has_rows:
             await self.sharing.share(name)
             return
-        if self._session(name) is None:
+        if self.copies.session(name) is None:
             raise SessionNotFound(session=f"sessions/{name.session_id}")
         try:
             await self.sharing.own(name)
@@ -586,10 +586,7 @@ class Fleet:
         Raises Busy, Left.
         """
         self.claims.yielded(name, uid, term)
-        guest = self._guest(uid)
-        if guest is None:
-            raise Left
-        return guest, self._former.get(uid) or self._was(guest)
+        return self.copies.former(uid)
 
     async def describe(self) -> operations_pb2.Fleet:
         """All that an operator asks. Raises Unavailable."""
@@ -668,195 +665,24 @@ class Fleet:
     def tenures(self) -> Counter[Tenure]:
         """Sessions with names by tenure, and guests since the start."""
         counts = Counter(self.claims.tenures())
-        counts[Tenure.GUEST] = len(self._former)
+        counts[Tenure.GUEST] = self.copies.guest_count
         return counts
-
-    # -- copies: see `core.fleet.claims.Copies` ------------------------------------------------------
 
     def _committed(self, session: Session) -> None:
         self.sharing.changed(session, is_cut=False)
         self.borrowing.committed(session)
 
-    def _session(self, name: Name) -> Session | None:
-        """A session that has not expired, to be looked at."""
-        session = self._cache.ledger.glance(*name)
-        now_ns = self._cache.state.clock.now_ns()
-        return None if session is None or session.expire_time_ns <= now_ns else session
+    def _parts_of(self, session: Session) -> Iterable[peer_pb2.SharedPart]:
+        return self.sharing.parts_of(session)
 
-    def _guest(self, uid: str) -> Session | None:
-        session = self._cache.ledger.get(bytes.fromhex(uid))
-        return session if session is not None and session.is_guest else None
-
-    def uid(self, name: Name) -> str | None:
-        """See Copies."""
-        session = self._session(name)
-        return None if session is None else session.uid.hex()
-
-    def is_written(self, name: Name) -> bool:
-        """See Copies."""
-        session = self._session(name)
-        return session is not None and session.is_writing
-
-    def has_guest(self, uid: str) -> bool:
-        """See Copies."""
-        return self._guest(uid) is not None
-
-    def retire(self, name: Name) -> None:
-        """See Copies."""
-        session = self._cache.ledger.named(*name)
-        if session is None or self._session(name) is None:
-            return
-        # A writer learns at its next commit. It may still write to its slots: others get them later.
-        for reservation in list(self._cache.appends.reservations()):
-            if reservation.session is session:
-                self._cache.appends.release(reservation, is_abandoned=True)
-        self._end_guest(name)
-        self._guest_of[name] = session.uid.hex()
-        self._former[session.uid.hex()] = self._was(session)
-        ended = self._cache.sessions.retire(session, self._cache.state.clock.now_ns() + GUEST_TTL_NS)
-        self._spawn(self._write_down(session, ended))
-
-    def _was(self, session: Session) -> Former:
-        return Former.of(session, self.sharing.parts_of(session))
-
-    def restore(self, name: Name, uid: str) -> None:
-        """See Copies."""
-        guest = self._guest(uid)
-        if guest is None:
-            return
-        former = self._former.pop(uid, None)
-        expiration = former.expiration if former else self._cache.sessions.default_expiration
-        is_pinned = former is not None and former.is_pinned
-        self._cache.sessions.restore(guest, name.session_id, expiration, is_pinned=is_pinned)
-        self._spawn(self._write_down(guest))
-
-    # A session that comes and goes leaves one guest, not one each time: they would be as large as all of it.
-    def _end_guest(self, name: Name) -> None:
-        uid = self._guest_of.pop(name, "")
-        guest = self._guest(uid) if uid else None
-        if guest is not None:
-            self._cache.sessions.end_soon(guest)
-
-    async def has_place(self, name: Name, offer: object) -> bool:
-        """See Copies."""
-        assert isinstance(offer, Offer)  # noqa: S101  what `Asking` returned
-        try:
-            await self._check_place(name, offer)
-        except (CacheError, ValueError) as error:
-            log.warning("session_has_no_place error=%s", error)
-            return False
-        return True
-
-    async def _check_place(self, name: Name, offer: Offer) -> None:
-        """Register the model that the other store describes; raise what speaks against its session here."""
-        model, guest = offer.model, offer.told
-        if guest.tenant != name.tenant:
-            raise InvalidArgument(field="session.tenant", problem="is another one's")
-        validate.guest_id(guest.name, "session.name")
-        validate.within(guest.token_count, 0, 2**62, "session.token_count")
-        validate.within(guest.whole_token_count, 0, guest.token_count, "session.whole_token_count")
-        validate.within(offer.tcp_port, 0, 65535, "ticket.tcp_port")
-        validate.within(guest.copies, 0, 2, "session.copies")
-        if guest.contents:
-            validate.contents(guest.contents, 0, "session.contents")
-        self._expiration(offer)
-        _described(guest)
-        _check_parts(offer)
-        if self.uid(name) is None:
-            self._cache.sessions.check_new(*name)
-        pace = LoopSlice(self._turns)
-        spec = await pace.work(convert.model_spec(model))
-        probe = convert.model_probe(model)
-        registered = await self._cache.models.register(name.tenant, spec, probe, pace=pace)
-        if registered.fingerprint != guest.model_fingerprint:
-            raise InvalidArgument(field="session.model_fingerprint", problem="is not that of its model")
-
-    async def land(self, name: Name, uid: str, offer: object) -> bool:
-        """See Copies."""
-        assert isinstance(offer, Offer)  # noqa: S101  what `Asking` returned
-        guest = offer.told
-        try:
-            async with self._arriving:
-                await self._make_room_for(name, uid, offer)
-                arrival = await self._brought(name, offer)
-            self.claims.counts.arrived_tokens += arrival.token_count
-            self.claims.counts.arrived_bytes += arrival.size_bytes
-            self.claims.counts.arrived_stored += not offer.tcp_port
-            self.sharing.arrived(name, uid, offer, arrival.token_count)
-            if arrival.token_count >= guest.token_count:
-                self._end_guest(name)
-        except CacheError as error:
-            log.warning("session_not_arrived error=%s", error)
-        return self.uid(name) == uid
-
-    # The other store has as many connections as it may, and one of them ends soon. The head names us by now:
-    # nobody else has a way to these rows.
-    async def _brought(self, name: Name, offer: Offer) -> Arrival:
-        begun, run = time.monotonic(), partial(asyncio.get_running_loop().run_in_executor, self._threads)
-        while True:
-            source = offer.source()
-            arrival = Arrival(self._cache, self._calls, source, name.session_id)
-            await bring(arrival, run)
-            if source.was_let_in or offer.again is None or time.monotonic() > begun + KNOCK_S:
-                return arrival
-            await asyncio.sleep(LOOK_INTERVAL_S)
-            try:
-                offer = await offer.again()
-            except (Busy, Left, NoAnswer):
-                return arrival
-
-    async def _make_room_for(self, name: Name, uid: str, offer: Offer) -> None:
-        """An empty session of that uid, as the other store describes it."""
-        guest = offer.told
-        await self._cache.sessions.create(
-            name.tenant,
-            name.session_id,
-            model_id=validate.model_id(offer.model.name, "model.name"),
-            expiration=self._expiration(offer),
-            is_pinned=guest.is_pinned,
-            copies=min(guest.copies, self._cache.ledger.below.path_count),
-            uid=bytes.fromhex(uid),
-            **_described(guest),
-        )
-
-    def _expiration(self, offer: Offer) -> Expiration:
-        """What a session had elsewhere. Raises InvalidArgument."""
-        remaining_ns, now_ns = offer.remaining.ToNanoseconds(), self._cache.state.clock.now_ns()
-        validate.within(remaining_ns, 0, validate.LATEST_NS, "remaining")
-        has_ttl = offer.told.HasField("ttl")
-        ttl_ns = validate.sliding(offer.told.ttl).ttl_ns if has_ttl else None
-        return Expiration(ttl_ns, min(now_ns + remaining_ns, validate.LATEST_NS))
-
-    async def _write_down(self, session: Session, ended: Ended = NOTHING_ENDED) -> None:
-        try:
-            await self._cache.sessions.renamed(session, ended)
-        except CacheError as error:
-            # The record is owed. After a crash before it is written, the head says whose the session is.
-            log.warning("guest_not_recorded error=%s", error)
+    def _arrived(self, name: Name, uid: str, offer: Offer, arrival: Arrival) -> None:
+        counts = self.claims.counts
+        counts.arrived_tokens += arrival.token_count
+        counts.arrived_bytes += arrival.size_bytes
+        counts.arrived_stored += not offer.tcp_port
+        self.sharing.arrived(name, uid, offer, arrival.token_count)
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         task = part_of_work(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-def _described(guest: session_pb2.Session) -> dict[str, Any]:
-    """What a session is made with. Raises InvalidArgument."""
-    return {
-        "layout": validate.stream_ranges(guest.layout, "session.layout"),
-        "salt": validate.salt(guest.salt, "session.salt"),
-        "labels": validate.labels(guest.labels, "session.labels"),
-    }
-
-
-def _check_parts(offer: Offer) -> None:
-    """Raise InvalidArgument unless what the bucket has is rows of the session, one behind the other."""
-    at, count, told = 0, 0, offer.told
-    for part in offer.parts:
-        is_right = at <= part.token_begin < part.token_end <= told.token_count
-        is_within = part.token_begin >= told.whole_token_count or part.token_end <= told.whole_token_count
-        if not (is_right and is_within and NAME_OF_PART.fullmatch(part.name)):
-            raise InvalidArgument(field="parts", problem="are not the session's")
-        at, count = part.token_end, count + part.token_end - part.token_begin
-    if not offer.tcp_port and count != told.token_count:
-        raise InvalidArgument(field="parts", problem="are not all of the session")

@@ -88,14 +88,19 @@ def test_sessions_that_expired_with_a_lost_host_end(stores: Stores) -> None:
     tokens, rows = np.arange(100, dtype=np.int32), np.zeros((100, 512), np.uint8)
     session.append({TOKENS: tokens, OPAQUE: rows}, durability=SHARED)
     stores.processes[0].kill9()
-    for path in objects(stores):
+    put = objects(stores)
+    for path in put:
         aged(path, 2 * DAY_S)
-    for path in (Path(stores.bucket.removeprefix("file://")) / "v1/n").iterdir():
+    records = files(stores, "n")
+    for path in records:
         aged(path, 2 * DAY_S)
     # The one that looks says that it is there at each beat.
-    time.sleep(1)
+    deadline = time.monotonic() + 20
+    while all(path.stat().st_mtime < time.time() - DAY_S for path in records):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     told = collected(stores, 1)
-    assert (told.expired_session_count, told.garbage_object_count) == (1, 2)
+    assert (told.expired_session_count, told.garbage_object_count) == (1, len(put))
     assert objects(stores) == []
     with pytest.raises(SessionNotFound):
         stores.clients[1].sessions.get("sessions/alice")
