@@ -633,7 +633,9 @@ class TenantStats:
     """Bytes that are retained on SSD on request. For a tenant without a share: of all such tenants together.
     """
     pinned_bytes: int = 0
-    """Bytes that are kept in DRAM on request. For a tenant without a share: of all such tenants together."""
+    """Bytes that hints keep in DRAM, whatever sessions are pinned. For a tenant without a share: of all such
+    tenants together.
+    """
     read_token_count: int = 0
     """Tokens read or leased since the start."""
     appended_token_count: int = 0
@@ -794,7 +796,7 @@ class HeldLease:
     token_end: int = 0
     """One past the last."""
     pinned_bytes: int = 0
-    """Bytes that it keeps in DRAM. Leases that share segments name them each."""
+    """Bytes that the lease keeps in DRAM while it lasts. Leases that share segments name them each."""
     client: int | None = None
     """The reader: the number of a local client, the same in all of its leases. Unset: a stream."""
     age_ns: int | None = None

@@ -486,12 +486,13 @@ class SessionHandle:
     ) -> "SessionHandle":
         """Return a handle on a new session that shares the first tokens, all unless said otherwise.
 
-        `replaces_generation`: it takes the place of the session `id`, which has the same tokens and is at
-        that generation, in one durable step. `is_rewrite`: that session may have other tokens. It stays as a
-        former rendering, of which the name has `former_count` at most, up to 16: they have no names, are
-        found by their tokens, and end with the session. `is_quiet`: it counts as no access to the source.
-        Raises SessionAlreadyExists, TokenRangeOutOfBounds, GenerationMismatch, WriteInProgress, SessionInUse
-        (somebody reads the one to be replaced).
+        It has its source's labels, salt and copies, and is not pinned. `replaces_generation`: it takes the
+        place of the session `id`, which has the same tokens and is at that generation, in one durable step.
+        `is_rewrite`: that session may have other tokens. It stays as a former rendering, of which the name
+        has `former_count` at most, up to 16: they have no names, are found by their tokens, and end with the
+        session. `is_quiet`: it counts as no access to the source. Raises SessionAlreadyExists,
+        TokenRangeOutOfBounds, GenerationMismatch, WriteInProgress, SessionInUse (somebody reads the one to be
+        replaced).
         """
         _check_expiration(ttl, expire_time)
         request = session_pb2.ForkSessionRequest(

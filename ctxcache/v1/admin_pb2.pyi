@@ -709,7 +709,7 @@ class TenantUse(_message.Message):
     retained_bytes: _builtins.int
     """Bytes that are retained on SSD on request. For a tenant without a share: of all such tenants together."""
     pinned_bytes: _builtins.int
-    """Bytes that are kept in DRAM on request. For a tenant without a share: of all such tenants together."""
+    """Bytes that hints keep in DRAM, whatever sessions are pinned. For a tenant without a share: of all such tenants together."""
     read_token_count: _builtins.int
     """Tokens read or leased since the start."""
     appended_token_count: _builtins.int

@@ -33,10 +33,10 @@ class AdminServiceStub(object):
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
     something is written to the audit log with the caller and the result. It answers while the server drains.
 
-    An operator names another tenant in one of two ways. A call that is about one tenant's session or model takes
-    the request metadata `ctxcache-tenant`: calls of SessionService, ModelService and HintService that move no
-    rows, and EvictSession, DemoteSession and DeleteModel. Each such call is written to the audit log. A call that
-    only shows what the server holds has a field `tenant`, and is not written down.
+    A call of this service that only shows what the server holds has a field `tenant`, and is not written to the
+    audit log. A call about one tenant's session or model takes the tenant from the request metadata
+    `ctxcache-tenant`, and is written there: EvictSession, DemoteSession, DeleteModel, and those calls of
+    SessionService, ModelService and HintService that move no rows.
 
     An rpc that changes nothing has `idempotency_level = NO_SIDE_EFFECTS`: clients repeat it where the server could
     not be reached, and the audit log leaves it out.
@@ -179,10 +179,10 @@ class AdminServiceServicer(object):
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
     something is written to the audit log with the caller and the result. It answers while the server drains.
 
-    An operator names another tenant in one of two ways. A call that is about one tenant's session or model takes
-    the request metadata `ctxcache-tenant`: calls of SessionService, ModelService and HintService that move no
-    rows, and EvictSession, DemoteSession and DeleteModel. Each such call is written to the audit log. A call that
-    only shows what the server holds has a field `tenant`, and is not written down.
+    A call of this service that only shows what the server holds has a field `tenant`, and is not written to the
+    audit log. A call about one tenant's session or model takes the tenant from the request metadata
+    `ctxcache-tenant`, and is written there: EvictSession, DemoteSession, DeleteModel, and those calls of
+    SessionService, ModelService and HintService that move no rows.
 
     An rpc that changes nothing has `idempotency_level = NO_SIDE_EFFECTS`: clients repeat it where the server could
     not be reached, and the audit log leaves it out.
@@ -541,10 +541,10 @@ class AdminService(object):
     """Serves operators: whoever has another role gets PERMISSION_DENIED (PERMISSION_DENIED), and what changes
     something is written to the audit log with the caller and the result. It answers while the server drains.
 
-    An operator names another tenant in one of two ways. A call that is about one tenant's session or model takes
-    the request metadata `ctxcache-tenant`: calls of SessionService, ModelService and HintService that move no
-    rows, and EvictSession, DemoteSession and DeleteModel. Each such call is written to the audit log. A call that
-    only shows what the server holds has a field `tenant`, and is not written down.
+    A call of this service that only shows what the server holds has a field `tenant`, and is not written to the
+    audit log. A call about one tenant's session or model takes the tenant from the request metadata
+    `ctxcache-tenant`, and is written there: EvictSession, DemoteSession, DeleteModel, and those calls of
+    SessionService, ModelService and HintService that move no rows.
 
     An rpc that changes nothing has `idempotency_level = NO_SIDE_EFFECTS`: clients repeat it where the server could
     not be reached, and the audit log leaves it out.

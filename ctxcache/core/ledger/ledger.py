@@ -239,8 +239,8 @@ class Ledger:
 
     # -- look-ups ----------------------------------------------------------------------------------
 
-    # Whoever is handed a session here is at work on it, see `Work`. A method that says "to be looked at"
-    # shows what is for this turn of the event loop.
+    # A caller that gets a session here is at work on it, see `Work`. What a method returns "to be looked at"
+    # is right for this turn of the event loop alone.
     def find(self, tenant: str, session_id: str) -> Session:
         """A tenant's session that has not expired. Raises SessionNotFound."""
         return self.find_at(tenant, session_id, self._clock.now_ns())

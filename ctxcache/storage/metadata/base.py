@@ -153,8 +153,8 @@ class Kind(NamedTuple):
 class KeptSessions(NamedTuple):
     """The part of sessions' records that opening looks at, in columns, by uid.
 
-    The store reads a whole record from its `kept`. All columns are of sessions that are no blocks, not pinned
-    and without copies; `others` are the uid and the kept of each of the rest.
+    The store reads a whole record from its `kept`. The columns leave out blocks, pinned sessions and sessions
+    with copies, which never sleep: `others` are the uid and the kept of each of those.
     """
 
     uids: bytes
