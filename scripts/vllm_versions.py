@@ -132,7 +132,7 @@ def _cells(report: Path) -> list[str]:
 
 def _is_whole(cell: str) -> bool:
     passed, _, total = cell.partition(" of ")
-    return passed == total and passed != "0"
+    return passed == total != "" and passed != "0"
 
 
 def _today() -> str:
