@@ -435,9 +435,9 @@ class Sessions:
         fork.labels = replaced.labels
         # A condition on the replaced session's generation must fail from here on.
         fork.generation = replaced.generation + 1
-        self._state.journal.happened(
-            replaced, Event.DELETED, detail="replaced", token_count=replaced.token_count
-        )
+        # `why-miss` so tells an edit ahead of its turn from a cut, which its turn has made.
+        how = "replaced" if former_count is None else f"replaced by an edit of {fork.token_count} tokens"
+        self._state.journal.happened(replaced, Event.DELETED, detail=how, token_count=replaced.token_count)
         gone, dead = self._ledger.replaced(replaced, fork, source, former_count=former_count)
         self._heard_of(fork, source)
         changed = [fork] if replaced.is_gone else [fork, replaced]

@@ -19,6 +19,7 @@ from cache_rig import (
 )
 from test_cache_replacing import failing
 
+from ctxcache.core.history import Event
 from ctxcache.core.ledger.session import FORMER_TTL_NS, Expiration, Session, SessionView
 from ctxcache.errors import ModelInUse, SessionNotFound, TierFailure, TooManyRequests
 
@@ -230,6 +231,18 @@ async def test_another_form_of_the_conversation_leaves_them_alone(rig: MemoryRig
         TENANT, "twin", "chat", None, token_count=None, expiration=None, replaces=at
     )
     assert (len(formers(rig)), await found(rig, OLD)) == (1, COUNT)
+
+
+async def test_an_operator_is_told_of_the_edit(rig: MemoryRig) -> None:
+    """An edit ahead of its turn and a cut by its turn are different lines of a session's history."""
+    await begun(rig)
+    await edited(rig, rendering(2))
+    await rig.truncate("chat", (9, COUNT))
+    told = [(one.event, one.detail) for one in rig.cache.state.journal.history.of(TENANT, "chat")]
+    assert set(told) == {
+        (Event.DELETED, f"replaced by an edit of {COUNT} tokens"),
+        (Event.TRUNCATED, "by request"),
+    }
 
 
 async def test_it_ends_an_hour_after_its_last_use(rig: MemoryRig) -> None:
