@@ -137,11 +137,11 @@ def test_what_was_saved_is_found_by_position(stopped: Stopped) -> None:
     assert log == {token: expected_row(token) for token in range(TOKEN_COUNT)}
 
 
-def test_a_fork_goes_on_behind_the_segments_it_shares(stopped: Stopped) -> None:
-    """Its own segments carry its own uid and begin where the last shared one ended."""
+def test_a_fork_goes_on_behind_the_tokens_it_shares(stopped: Stopped) -> None:
+    """Its own segments carry its own uid and begin behind the last shared token."""
     log = read_log(stopped.file, bytes.fromhex(stopped.fork.uid))
 
-    assert log == {192 + i: expected_row(TOKEN_COUNT + i) for i in range(FORK_APPENDED_COUNT)}
+    assert log == {FORK_TOKEN_COUNT + i: expected_row(TOKEN_COUNT + i) for i in range(FORK_APPENDED_COUNT)}
 
 
 def test_of_flushes_of_one_segment_the_one_with_most_tokens_counts(stopped: Stopped) -> None:
