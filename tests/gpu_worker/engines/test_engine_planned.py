@@ -46,6 +46,8 @@ SMALL = PipelineSettings(slot_bytes=8192, slot_count=2, batch_tokens=16, is_pois
 
 
 _model, _adapter = made_once()
+_, _others_adapter = made_once()
+"""Of a copy of each model: engines of one model wait for each other's turns."""
 
 
 @cache
@@ -73,6 +75,12 @@ def _history(name: str, turn_count: int) -> list[int]:
 def _engine(client: Client, name: str, hardware: str = "cpu") -> TransformersEngine:
     return TransformersEngine(
         _adapter(name), client, _spec(name), profile=known_profile(hardware), settings=SMALL
+    )
+
+
+def _other_engine(client: Client) -> TransformersEngine:
+    return TransformersEngine(
+        _others_adapter("llama"), client, _spec("llama"), profile=known_profile("cpu"), settings=SMALL
     )
 
 
@@ -248,7 +256,7 @@ def test_a_session_that_grows_before_it_is_read_is_planned_anew(
         _turn(other, session_id, 1)
         return read(*args, **options)
 
-    with _engine(client, "llama") as engine, _engine(client, "llama") as other:
+    with _engine(client, "llama") as engine, _other_engine(client) as other:
         _turn(engine, session_id, 0)
         monkeypatch.setattr(SessionHandle, "read", growing)
         turn = _turn(engine, session_id, 2)
@@ -304,7 +312,7 @@ def test_what_another_wrote_under_a_restore_that_fails_is_not_cut(
             raise CorruptSegment(segment_id="1", problem="planted")
         fill(source, stream, begin, end, into)
 
-    with _engine(client, "llama") as engine, _engine(client, "llama") as other:
+    with _engine(client, "llama") as engine, _other_engine(client) as other:
         _turn(engine, session_id, 0)
         monkeypatch.setattr(LeasedSource, "fill", overtaken)
         turn = engine.turn(session_id, TURNS[1], max_new_tokens=REPLY_TOKENS, eos_token_ids=())
@@ -358,7 +366,7 @@ def test_a_session_that_changes_before_it_is_cut_is_looked_at_again(
         return keep_first(handle, *args, **options)
 
     edited = [*_history("llama", 1)[:30], 90, 91, 92]
-    with _engine(client, "llama") as engine, _engine(client, "llama") as other:
+    with _engine(client, "llama") as engine, _other_engine(client) as other:
         _turn(engine, session_id, 0)
         monkeypatch.setattr(SessionHandle, "keep_first", overtaken)
         turn = _turn(engine, session_id, 1, history=edited)
