@@ -46,7 +46,7 @@ class Seaweed:
             *(str(program()), "server", f"-dir={self._data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3"),
             *(f"-s3.port={ports[0]}", f"-s3.config={config}", f"-master.port={ports[1]}"),
             *(f"-s3.port.iceberg={ports[4]}", f"-s3.port.lance={ports[5]}"),
-            *(f"-volume.port={ports[2]}", f"-filer.port={ports[3]}", "-volume.max=8"),
+            *(f"-volume.port={ports[2]}", f"-filer.port={ports[3]}", "-volume.max=64"),
             *("-master.volumeSizeLimitMB=64", "-master.volumePreallocate=false"),
         ]
         self._process: subprocess.Popen[bytes] | None = None
