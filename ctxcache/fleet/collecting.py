@@ -181,7 +181,7 @@ class Collecting:
         except ForeignObject as error:
             collected.problems.append(f"{path}: {error}")
             return
-        # What was read may be newer than what was listed: it is as old as the bucket says after it was read.
+        # The head may have changed between the listing and the read: its age is asked for after the read.
         modified_s = await self._objects.modified_s(path)
         # A day more than stores are waited for: one that was silent for nearly as long has looked at its own.
         is_old = modified_s is not None and now_s - modified_s > DEAD_S + GRACE_S
@@ -224,7 +224,7 @@ class Collecting:
 
     async def _finish_all(self, now_s: float, collected: Collected) -> None:
         async for listed in self._objects.listed(DYING):
-            # Whoever made it may be at work on it.
+            # The store that made a young list may be at work on it.
             if now_s - listed.modified_s > GRACE_S:
                 await self._finish(listed.path, collected)
 
@@ -238,7 +238,12 @@ class Collecting:
             return
         for head_path in body.decode().split():
             entry = await self._register.get(head_path)
-            if entry is not None and self._secret.read_head(entry.body).is_dead:
+            try:
+                is_dead = entry is not None and self._secret.read_head(entry.body).is_dead
+            except ForeignObject as error:
+                collected.problems.append(f"{head_path}: {error}")
+                continue
+            if is_dead:
                 await self._register.remove(head_path)
         await self._objects.remove([path])
 

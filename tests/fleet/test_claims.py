@@ -8,7 +8,7 @@ import pytest
 
 from ctxcache.core.fleet.claims import Busy, Verdict
 from ctxcache.core.fleet.heads import ForeignObject, Head, Name, NodeRecord, Secret
-from tests.fleet.model import CONTROLS, NAMES, Node, Rows, World, is_broken, try_seed
+from tests.fleet.model import CONTROLS, NAMES, SECRET, Node, Rows, World, is_broken, try_seed
 
 HISTORIES = 800
 HISTORIES_OF_A_BUG = 1500
@@ -141,6 +141,15 @@ def test_what_was_asked_for_and_not_taken_over_is_had_again() -> None:
     done(owner.claims.reclaim())
     assert owner.named[NAMES[0]] is rows
     assert owner.claims.is_here(NAMES[0])
+
+
+def test_a_head_that_nobody_can_read_stops_no_look_at_others() -> None:
+    """Its session is asked for again at its next use."""
+    world, owner, rows = host_with_a_session()
+    path = SECRET.head_path(NAMES[0])
+    world.objects[path] = world.objects[path]._replace(body=b"garbage")
+    assert done(owner.claims.look_after(NAMES[0]))
+    assert owner.named[NAMES[0]] is rows
 
 
 def begun_meanwhile(after: int, control: str = "") -> bool:

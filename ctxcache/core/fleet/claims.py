@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import NamedTuple, Protocol, TypeVar
 
-from ctxcache.core.fleet.heads import Head, Name, NodeRecord, Secret, away_path, node_path
+from ctxcache.core.fleet.heads import ForeignObject, Head, Name, NodeRecord, Secret, away_path, node_path
 from ctxcache.core.fleet.register import Entry, NoAnswer, Register, put
 from ctxcache.core.fleet.tenure import Tenure, Turn, step
 
@@ -264,7 +264,7 @@ class Claims:
     def noted(self) -> list[Name]:
         """Sessions that were noted as taken before the last call, and not looked after since."""
         due = [name for name, is_due in self._unlooked.items() if is_due]
-        # Whoever notes that a session is taken takes it within a moment.
+        # A host that notes a session as taken takes it over a moment later.
         self._unlooked = dict.fromkeys(self._unlooked, True)
         return due
 
@@ -397,7 +397,11 @@ class Claims:
         is_same = self._copies.uid(name) == uid and self._claimed.get(name) is copy
         if not is_same or path in self._under_way:
             return False
-        head = None if entry is None else self._secret.read_head(entry.body)
+        try:
+            head = None if entry is None else self._secret.read_head(entry.body)
+        except ForeignObject:
+            # The copy is still unsure: a user's turn reads the head again, and is told.
+            return True
         if head is None or head.is_dead:
             self._unnamed(name, uid, None)
         elif self._is_over(name, uid, head):
