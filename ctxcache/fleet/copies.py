@@ -223,7 +223,7 @@ class HostCopies:
         )
 
     def _expiration(self, offer: Offer) -> Expiration:
-        """What a session had elsewhere. Raises InvalidArgument."""
+        """The expiry that a session had at the other store. Raises InvalidArgument."""
         remaining_ns, now_ns = offer.remaining.ToNanoseconds(), self._cache.state.clock.now_ns()
         validate.within(remaining_ns, 0, validate.LATEST_NS, "remaining")
         has_ttl = offer.told.HasField("ttl")
@@ -239,7 +239,7 @@ class HostCopies:
 
 
 def _described(guest: session_pb2.Session) -> dict[str, Any]:
-    """What a session is made with. Raises InvalidArgument."""
+    """The layout, salt and labels of a session that comes. Raises InvalidArgument."""
     return {
         "layout": validate.stream_ranges(guest.layout, "session.layout"),
         "salt": validate.salt(guest.salt, "session.salt"),

@@ -134,7 +134,7 @@ class Asking:
     async def ended(self, address: str, paths: Sequence[str]) -> Sequence[str]:
         """Those of these heads that a host says to name none of its sessions. Raises NoAnswer."""
         request = peer_pb2.FindEndedRequest(paths=paths)
-        # Nobody waits for it, and a host with many sessions takes seconds.
+        # A host with many sessions takes seconds, and no user waits for its answer.
         wire = Wire(address, ENDED_TIMEOUT_S, self._tls, self._token)
         try:
             loop = asyncio.get_running_loop()
@@ -143,7 +143,7 @@ class Asking:
             raise NoAnswer(f"{address}: {error}") from error
         finally:
             wire.close()
-        # What was not asked for is nothing that it may say.
+        # The host speaks of the heads that it was asked for, and of no others.
         return sorted(set(paths) & set(answer.paths))
 
     def source(

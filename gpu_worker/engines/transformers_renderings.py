@@ -73,7 +73,7 @@ class Renderings:
         if found.token_count > common_count:
             working = self._made(session, history)
         else:
-            # To the token, while keys find whole runs. Nobody has returned: it is no access.
+            # A fork keeps single tokens, and keys find whole runs. The fork is quiet: no user has returned.
             working = self._client.sessions.open(session).fork(
                 token_count=common_count,
                 ttl=_ttl(session),
@@ -97,7 +97,7 @@ class Renderings:
             self.drop(working)
 
     def take_place(self, working: SessionInfo, session: SessionInfo) -> SessionInfo:
-        """Put a whole rendering in its conversation's place. What was there stays as a former rendering.
+        """Put a whole rendering in its conversation's place. The replaced session becomes a former rendering.
 
         Raises GenerationMismatch, WriteInProgress, SessionNotFound and SessionInUse where the conversation
         went on, ended or is read meanwhile; then it is as it was.

@@ -1,4 +1,4 @@
-"""What a conversation was before its edits is the store's: found by its tokens, and gone with its session."""
+"""Former renderings of a conversation are found by their tokens, and end with its session."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -29,7 +29,7 @@ OLD = Writer(1).make(COUNT)
 
 
 def rendering(tag: int) -> list[Token]:
-    """What the conversation is after an edit: its beginning, and other tokens behind it."""
+    """Tokens of the edited conversation: its beginning, and others behind it."""
     return [*OLD[:CUT], *Writer(tag).make(2 * SEGMENT_TOKENS)]
 
 

@@ -239,7 +239,7 @@ class Ledger:
 
     # -- look-ups ----------------------------------------------------------------------------------
 
-    # A caller that gets a session here is at work on it, see `Work`. What a method returns "to be looked at"
+    # A session that a method here returns is at work for its caller, see `Work`. A result "to be looked at"
     # is right for this turn of the event loop alone.
     def find(self, tenant: str, session_id: str) -> Session:
         """A tenant's session that has not expired. Raises SessionNotFound."""

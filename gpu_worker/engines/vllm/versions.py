@@ -174,7 +174,7 @@ else:
 
 
 def transfer_results(loaded: set[str], failed: set[str]) -> Any:
-    """What a connector's `get_transfer_results` returns: loads that ended, and those of them that failed."""
+    """The result of a connector's `get_transfer_results`: loads that ended, and those that failed."""
     if not has("transfer results"):
         return loaded
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415  not on every version
@@ -211,7 +211,7 @@ class LayerByLayer:
 
 
 def storage_medium() -> Any:
-    """What the tier says that it is; None where vLLM asks for nothing."""
+    """The tier's medium, as vLLM names it; None in versions that ask for none."""
     if not has("media"):
         return None
     from vllm.v1.kv_offload.base import Medium  # noqa: PLC0415  a part of offloading
