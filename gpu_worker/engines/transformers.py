@@ -32,8 +32,8 @@ from ctxcache.format.streams import TOKENS
 from gpu_worker.engines import names
 from gpu_worker.engines.precedence import precedence_of
 from gpu_worker.engines.reasons import Reasons
+from gpu_worker.engines.renderings import KEPT, MOST_KEPT, PLACE_TOKENS, Renderings
 from gpu_worker.engines.transformers_host import HostCaches
-from gpu_worker.engines.transformers_renderings import KEPT, MOST_KEPT, PLACE_TOKENS, Renderings
 from gpu_worker.engines.transformers_restoring import SessionRestorer
 from gpu_worker.engines.transformers_sessions import DAMAGED, MISSES, cut, emptied, stand_in, tokens_of
 from gpu_worker.engines.transformers_turns import FAST, Rerendered, Start, Steps, Taking, Turn
@@ -573,12 +573,12 @@ class TransformersEngine(Closing):
         choice: Choice,
         *,
         behind_count: int = 0,
-        may_switch: bool = True,
+        may_part: bool = True,
     ) -> Start:
         """Begin to restore what the session and the history have in common, as chosen for `wanted`.
 
-        `may_switch`: to another rendering that has more of the history. Raises what a read raises. The
-        restore tells a later error.
+        `may_part`: where they part, the session goes on in what has most of the history. Raises what a read
+        raises. The restore tells a later error.
         """
         rows = self._client.sessions.open(session, self._own).read(streams=choice.streams())
         with ExitStack() as stack:
@@ -590,14 +590,11 @@ class TransformersEngine(Closing):
             ids = rows.token_ids()
             common = len(ids) if known is None else common_prefix(ids, known)
             missing_count = 0 if known is None else len(known) - common
-            is_other = may_switch and known is not None and common < min(len(ids), len(known))
-            if known is not None and is_other and self._renderings.is_elsewhere(session, known, common):
+            if may_part and known is not None and common < len(ids):
                 # The lease goes back first: a session that is read gives its place to none.
                 stack.close()
-                session = self._renderings.switched(session, known, common)
-                return self._begin(
-                    session, known, wanted, choice, behind_count=behind_count, may_switch=False
-                )
+                session = self._renderings.parted(session, known, common)
+                return self._begin(session, known, wanted, choice, behind_count=behind_count, may_part=False)
             # The cut comes before any append: rows behind the common prefix are another conversation's.
             session = cut(self._client, session, common)
             if not common:

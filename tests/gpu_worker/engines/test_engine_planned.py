@@ -16,7 +16,6 @@ from transformers import DynamicCache
 import ctxcache
 from ctxcache.client import CallerModel, Client, SessionHandle, SessionRows
 from ctxcache.client.arena import Bytes
-from ctxcache.client.types import SessionInfo
 from ctxcache.errors import (
     CacheError,
     CorruptSegment,
@@ -230,6 +229,7 @@ def test_what_the_store_still_has_is_not_saved_again(
         _turn(engine, session_id, 0)
         monkeypatch.setattr(LeasedSource, "fill", _failing_at(piece, error))
         monkeypatch.setattr(SessionHandle, "keep_first", _never)
+        monkeypatch.setattr(SessionHandle, "fork", _never)
         history = _history("llama", 1)
         turn = _turn(engine, session_id, 1, history=history if is_known else None)
         monkeypatch.undo()
@@ -358,17 +358,17 @@ def test_a_session_that_changes_before_it_is_cut_is_looked_at_again(
     client: Client, session_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An edited history cuts the session as it was seen, or sees it anew."""
-    keep_first = SessionHandle.keep_first
+    fork = SessionHandle.fork
 
-    def overtaken(handle: SessionHandle, *args: Any, **options: Any) -> SessionInfo:  # Any: as it takes them
+    def overtaken(handle: SessionHandle, **options: Any) -> SessionHandle:  # Any: as it takes them
         monkeypatch.undo()
         _turn(other, session_id, 1)
-        return keep_first(handle, *args, **options)
+        return fork(handle, **options)
 
     edited = [*_history("llama", 1)[:30], 90, 91, 92]
     with _engine(client, "llama") as engine, _other_engine(client) as other:
         _turn(engine, session_id, 0)
-        monkeypatch.setattr(SessionHandle, "keep_first", overtaken)
+        monkeypatch.setattr(SessionHandle, "fork", overtaken)
         turn = _turn(engine, session_id, 1, history=edited)
 
     assert (turn.reused_token_count, turn.miss_reason) == (30, "GENERATION_MISMATCH")

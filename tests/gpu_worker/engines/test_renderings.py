@@ -557,3 +557,20 @@ def test_an_engine_that_is_killed_leaves_the_one_or_the_other(
             # Of the rows that were computed nothing is lost: a turn finds them by their tokens.
             turn = _next(engine, conversation, EDITED)
             assert turn.reused_token_count >= (150 if number == 3 else len(EDITED) // 64 * 64)
+
+
+def test_a_turn_that_cuts_its_session_leaves_it_to_be_found(client: Client, session_id: str) -> None:
+    """Without a pass: what differs within a run of 64 is cut, and both renderings are found."""
+    with engine_on(client) as engine:
+        _begun(engine, session_id)
+        turn = _next(engine, session_id, EDITED)
+        assert turn.reused_token_count == 150
+        # What is computed behind the cut has keys, from the run on in which the cut is.
+        assert _found(client, EDITED) == len(EDITED) // 64 * 64
+        assert _found(client, FIRST) == len(FIRST) // 64 * 64
+        assert _next(engine, session_id, FIRST).reused_token_count >= len(FIRST) // 64 * 64
+        assert _names(client) == {session_id}
+    with engine_on(client, renderings=0) as engine:
+        _begun(engine, f"{session_id}-none", FIRST[1:])
+        _next(engine, f"{session_id}-none", FIRST[1:101])
+        assert _found(client, FIRST[1:]) == 64

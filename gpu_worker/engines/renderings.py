@@ -43,7 +43,10 @@ _MOST_BEGUN = 256
 
 
 class Renderings:
-    """The renderings of one model's conversations in a store. For one thread at a time."""
+    """The renderings of one model's conversations in a store.
+
+    `begun`, `leave` and `forget` are for one thread at a time, and the rest for any.
+    """
 
     def __init__(self, client: Client, model: CallerModel, *, kept: int = KEPT) -> None:
         """`kept`: how many former renderings of each conversation stay, 0 for none."""
@@ -53,6 +56,8 @@ class Renderings:
 
     def is_elsewhere(self, session: SessionInfo, history: Sequence[int], common_count: int) -> bool:
         """Whether another session has so much more of the history that it is worth a change of place."""
+        if len(history) - common_count < PLACE_TOKENS:
+            return False
         try:
             matched = self._client.prefixes.match(
                 self._model, history, salt=session.salt, layout=_layout(session)
@@ -71,18 +76,13 @@ class Renderings:
         """
         found = self._client.prefixes.match(self._model, history, salt=session.salt, layout=_layout(session))
         if found.token_count > common_count:
-            working = self._made(session, history)
+            working = self._made(session, history).info
         else:
-            # A fork keeps single tokens, and keys find whole runs. The fork is quiet: no user has returned.
-            working = self._client.sessions.open(session).fork(
-                token_count=common_count,
-                ttl=_ttl(session),
-                if_generation_match=session.generation,
-                is_quiet=True,
-            )
+            # A fork keeps single tokens, and keys find whole runs.
+            working = self._forked(session, common_count)
         # What an earlier attempt left is shared by now.
         self.forget(session)
-        return working.info
+        return working
 
     def leave(self, session: SessionInfo, working: SessionInfo) -> None:
         """A rendering was begun and is not whole: whoever goes on finds it by its tokens."""
@@ -129,11 +129,51 @@ class Renderings:
             self.drop(working)
         return session
 
+    def cut(self, session: SessionInfo, token_count: int) -> SessionInfo:
+        """Keep a conversation's first tokens alone; what it had becomes a former rendering. Returns it then.
+
+        A session that is cut in place goes on behind a gap, and is not found by its tokens from there on:
+        that is done where the store refuses this. Returns it as it is then. Raises what `keep_first` raises.
+        """
+        working: SessionInfo | None = None
+        try:
+            working = self._forked(session, token_count)
+            return self.take_place(working, session)
+        except CacheError as error:
+            log.info("rendering_not_kept session=%a reason=%s error=%s", session.name, error.reason, error)
+            if working is not None:
+                self.drop(working)
+        handle = self._client.sessions.open(session)
+        return handle.keep_first(token_count, if_generation_match=session.generation)
+
+    def parted(self, session: SessionInfo, history: Sequence[int], common_count: int) -> SessionInfo:
+        """Let a conversation go on with this history, of which it has so many tokens.
+
+        In what has more of the history, or in its own first tokens. It must not be read meanwhile. Raises
+        what `keep_first` raises.
+        """
+        if self.is_elsewhere(session, history, common_count):
+            return self.switched(session, history, common_count)
+        return self.cut(session, common_count)
+
     def drop(self, working: SessionInfo) -> None:
         """Delete a rendering that is not needed."""
         # It expires anyway; the error of the work matters more.
         with suppress(CacheError):
             self._client.sessions.open(working.name).delete()
+
+    def _forked(self, session: SessionInfo, token_count: int) -> SessionInfo:
+        """A session with these of its tokens. It is quiet: no user has returned."""
+        return (
+            self._client.sessions.open(session)
+            .fork(
+                token_count=token_count,
+                ttl=_ttl(session),
+                if_generation_match=session.generation,
+                is_quiet=True,
+            )
+            .info
+        )
 
     def _made(self, session: SessionInfo, token_ids: Sequence[int]) -> SessionHandle:
         """A session with what others have of these tokens. Another one's adoption is no access to it."""
