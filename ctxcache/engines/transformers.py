@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 from ctxcache.engines import lazily
 
 if TYPE_CHECKING:
-    from gpu_worker.engines.ahead import Ahead, next_history
+    from gpu_worker.engines.ahead import Ahead
+    from gpu_worker.engines.next_prompts import next_history
     from gpu_worker.engines.transformers import TransformersEngine
     from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
+    from gpu_worker.engines.transformers_chat import Chat, ChatTurn
     from gpu_worker.engines.transformers_host import HostCache
     from gpu_worker.engines.transformers_turns import Rerendered, Turn
     from gpu_worker.model.proof import adapt
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Ahead",
+    "Chat",
+    "ChatTurn",
     "HostCache",
     "Method",
     "Rerendered",
@@ -33,10 +37,12 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "gpu_worker.engines.ahead": ("Ahead", "next_history"),
+        "gpu_worker.engines.ahead": ("Ahead",),
+        "gpu_worker.engines.next_prompts": ("next_history",),
         "gpu_worker.engines.transformers": ("TransformersEngine",),
         "gpu_worker.engines.transformers_turns": ("Rerendered", "Turn"),
         "gpu_worker.engines.transformers_batch": ("TransformersBatchEngine", "TurnRequest"),
+        "gpu_worker.engines.transformers_chat": ("Chat", "ChatTurn"),
         "gpu_worker.engines.transformers_host": ("HostCache",),
         "gpu_worker.model.proof": ("adapt",),
         "gpu_worker.model.spec": ("model_spec", "spec_from_directory"),

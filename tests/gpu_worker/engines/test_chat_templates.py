@@ -13,7 +13,7 @@ from byte_tokenizer import byte_tokenizer, save_llama
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ctxcache.client import Client
-from gpu_worker.engines.ahead import next_history
+from gpu_worker.engines.next_prompts import next_history
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.transformers_turns import Turn
 from gpu_worker.families.generation import continue_greedy

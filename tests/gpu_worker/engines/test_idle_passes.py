@@ -13,7 +13,8 @@ from transformers import DynamicCache
 import ctxcache
 from ctxcache.client import Client
 from ctxcache.errors import InvalidArgument
-from gpu_worker.engines.ahead import Ahead, Message, next_history
+from gpu_worker.engines.ahead import Ahead
+from gpu_worker.engines.next_prompts import Message, next_history
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.transformers_turns import Rerendered, Turn
 from gpu_worker.families.generation import continue_greedy
@@ -122,7 +123,7 @@ def test_an_end_waits_for_one_step(client: Client, session_id: str, monkeypatch:
         assert begun.wait(WAIT_S)
         thread = threading.Thread(target=ahead.close)
         thread.start()
-        while not ahead._is_closing:
+        while not ahead._passes.is_closing:
             closing.wait(0.002)
         closing.set()
         thread.join(WAIT_S)
