@@ -16,6 +16,7 @@ from ctxcache.cache.promotion import Prefetching
 from ctxcache.cache.queues import Queue, Queues, missing_bytes
 from ctxcache.cache.state import Call, Fact, State
 from ctxcache.core import ranges
+from ctxcache.core.history import Event
 from ctxcache.core.ledger.session import Session
 from ctxcache.core.placement.order import Keyed
 from ctxcache.core.placement.policy import Policy
@@ -122,6 +123,7 @@ class Action(enum.Enum):
     RETAIN = "retain"
     EXPECT = "expect"
     RELEASE = "release"
+    AHEAD = "ahead"
 
 
 class HintVerdict(enum.Enum):
@@ -132,6 +134,15 @@ class HintVerdict(enum.Enum):
     DEFERRED = "deferred"
     REJECTED = "rejected"
     MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class AheadTokens:
+    """Tokens that an engine computed ahead; those that turns began with, and those that none will."""
+
+    computed_count: int = 0
+    used_count: int = 0
+    wasted_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +159,7 @@ class Hint:
     budget_bytes: int | None = None
     return_in_ns: int | None = None
     """When an expected session returns; None: it does not return."""
+    ahead: AheadTokens = AheadTokens()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +190,8 @@ class Hints:
 
     async def carry_out(self, hint: Hint, deadline_s: float) -> HintAnswer:
         """Do what one hint asks for, as far as it goes; a promotion until then, on the event loop's clock."""
+        if hint.action is Action.AHEAD:
+            return self._count(hint)
         try:
             session = self._ledger.find(hint.tenant, hint.session_id)
             # A range error is the hint's fault, not the session's.
@@ -204,6 +218,20 @@ class Hints:
             case Action.DEMOTE:
                 return await self._demote(session)
         return self._note(hint, session)
+
+    def _count(self, hint: Hint) -> HintAnswer:
+        """Count what was computed ahead, also of a session that has ended since."""
+        tokens, counts = hint.ahead, self._state.ahead_tokens
+        counts[hint.tenant, "computed"] += tokens.computed_count
+        counts[hint.tenant, "used"] += tokens.used_count
+        counts[hint.tenant, "wasted"] += tokens.wasted_count
+        try:
+            session = self._ledger.find(hint.tenant, hint.session_id)
+        except SessionNotFound as error:
+            return HintAnswer(HintVerdict.MISSING, error.reason)
+        if tokens.wasted_count:
+            self._state.journal.happened(session, Event.COMPUTED_IN_VAIN, token_count=tokens.wasted_count)
+        return HintAnswer(HintVerdict.ACCEPTED)
 
     def _note(self, hint: Hint, session: Session) -> HintAnswer:
         """Note a hint that moves nothing now."""

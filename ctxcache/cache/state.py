@@ -113,6 +113,8 @@ class State:
         """Tokens that each tenant read since the start."""
         self.appended_tokens: Counter[str] = Counter()
         """Tokens that each tenant committed since the start."""
+        self.ahead_tokens: Counter[tuple[str, str]] = Counter()
+        """By tenant, tokens that its engines told to be `computed` ahead of turns, `used` and `wasted`."""
         self.is_prefetch_wanted = asyncio.Event()
         """Set when a session may have come to be worth promoting ahead of need."""
         self.committed: Callable[[Session], None] = lambda _: None

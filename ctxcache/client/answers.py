@@ -146,6 +146,8 @@ class MissEvent(OpenEnum):
     """Another host of the fleet took it over. It is not there after that."""
     OWNER_LOST = 13
     """Another host of the fleet had it, and did not answer. The detail names the host."""
+    COMPUTED_IN_VAIN = 14
+    """An engine computed tokens of it ahead of a turn that had other tokens, or that did not come."""
 
 
 class InjectedFaultKind(OpenEnum):

@@ -75,6 +75,25 @@ class HintCalls:
         """Say when an idle session returns; None: it does not."""
         return self._one(HintAction(HintKind.EXPECT, session, return_in=return_in))
 
+    def ahead(
+        self,
+        session: str,
+        *,
+        computed_token_count: int = 0,
+        used_token_count: int = 0,
+        wasted_token_count: int = 0,
+    ) -> HintResult:
+        """Have counted what was computed ahead of a session's turns since the last such hint."""
+        return self._one(
+            HintAction(
+                HintKind.AHEAD,
+                session,
+                computed_token_count=computed_token_count,
+                used_token_count=used_token_count,
+                wasted_token_count=wasted_token_count,
+            )
+        )
+
     def engine_queue(
         self, engine: str, *, grace: timedelta | None = None, model_fingerprint: bytes = b""
     ) -> EngineQueue:
@@ -105,4 +124,8 @@ def _to_wire(action: HintAction) -> hints_pb2.HintAction:
         asked.ended = True
     elif action.kind is HintKind.EXPECT:
         asked.return_in.CopyFrom(duration(action.return_in))
+    elif action.kind is HintKind.AHEAD:
+        asked.computed_token_count = action.computed_token_count
+        asked.used_token_count = action.used_token_count
+        asked.wasted_token_count = action.wasted_token_count
     return message

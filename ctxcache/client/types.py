@@ -274,6 +274,8 @@ class HintKind(enum.Enum):
     """An idle session returns after `return_in`, or never."""
     RELEASE = "release"
     """End what PIN, RETAIN and a deferred PREFETCH began."""
+    AHEAD = "ahead"
+    """Count what an engine computed ahead of a session's turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,3 +298,9 @@ class HintAction:
     """EXPECT: when the session returns; None: it does not."""
     action_id: str = ""
     """The caller's name for it, which its result carries."""
+    computed_token_count: int = 0
+    """AHEAD: tokens computed ahead of turns since the last such hint."""
+    used_token_count: int = 0
+    """AHEAD: those of them that turns have begun with."""
+    wasted_token_count: int = 0
+    """AHEAD: those that no turn will begin with."""

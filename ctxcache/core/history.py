@@ -35,6 +35,7 @@ class Event(enum.Enum):
     MENDED = "mended"
     MOVED = "moved"
     OWNER_LOST = "owner_lost"
+    COMPUTED_IN_VAIN = "computed_in_vain"
 
 
 ENDS = frozenset((Event.EVICTED, Event.EXPIRED, Event.DELETED, Event.MOVED, Event.OWNER_LOST))

@@ -195,6 +195,8 @@ def _tenants(cache: Cache) -> Iterator[Sample]:
             yield Sample("ctxcache_tenant_limit_bytes", own.limit_bytes, (name,))
         sums["ctxcache_tenant_read_tokens_total", as_name, ""] += cache.state.read_tokens[name]
         sums["ctxcache_tenant_appended_tokens_total", as_name, ""] += cache.state.appended_tokens[name]
+        for what in ("computed", "used", "wasted"):
+            sums["ctxcache_tenant_ahead_tokens_total", as_name, what] += cache.state.ahead_tokens[name, what]
     for (metric, tenant, tier), value in sums.items():
         yield Sample(metric, value, (tenant, tier) if tier else (tenant,))
 

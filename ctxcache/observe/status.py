@@ -228,7 +228,7 @@ class BacklogStatus:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant's sessions and bytes; `limit_bytes` 0: none."""
+    """A tenant's sessions and bytes, and tokens computed ahead of turns; `limit_bytes` 0: none."""
 
     name: str
     session_count: int
@@ -236,6 +236,8 @@ class Tenant:
     ssd_bytes: int
     kept_bytes: int
     limit_bytes: int
+    ahead_token_count: int
+    ahead_used_token_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,6 +443,8 @@ def _tenants(now: Moment) -> tuple[Tenant, ...]:
             int(now.one(name, who, "ssd")),
             int(now.one(name, who, "kept")),
             int(limits.get((who,), 0)),
+            int(now.one("ctxcache_tenant_ahead_tokens_total", who, "computed")),
+            int(now.one("ctxcache_tenant_ahead_tokens_total", who, "used")),
         )
         for (who,), count in now.of("ctxcache_tenant_sessions").items()
     ]

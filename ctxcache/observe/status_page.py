@@ -588,12 +588,15 @@ def _tenants(status: Status) -> Html:
             size_text(tenant.kept_bytes),
             size_text(tenant.dram_bytes),
             limit,
+            count_text(tenant.ahead_token_count),
+            count_text(tenant.ahead_used_token_count),
         )
 
     more = (
         f"{len(status.tenants)} of {status.tenant_count}" if status.tenant_count > len(status.tenants) else ""
     )
-    table = _table(("tenant", "#sessions", "#kept", "#in DRAM", "#limit"), map(row, status.tenants))
+    heads = ("tenant", "#sessions", "#kept", "#in DRAM", "#limit", "#computed ahead", "#used")
+    table = _table(heads, map(row, status.tenants))
     return _card(
         "Tenants", table if status.tenants else _nothing("Nobody has anything yet."), class_="wide", more=more
     )

@@ -701,6 +701,15 @@ TENANTS = Group(
             "For a bill, as above.",
             "tenant",
         ),
+        counter(
+            "tenant_ahead_tokens",
+            "tokens",
+            "Tokens that a tenant's engines computed ahead of turns: `computed`, `used` by turns, `wasted`.",
+            "`wasted` is most of `computed`: clients send other histories than are rendered, or do not "
+            "return; give passes a smaller share, or none.",
+            "tenant",
+            "what",
+        ),
         gauge("tenant_sessions", "sessions", "A tenant's sessions.", "For scale only.", "tenant"),
         gauge(
             "tenant_bytes",

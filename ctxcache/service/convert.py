@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ctxcache.cache.hints import Action, Hint, HintAnswer, HintVerdict
+from ctxcache.cache.hints import Action, AheadTokens, Hint, HintAnswer, HintVerdict
 from ctxcache.cache.leases import Lease
 from ctxcache.cache.models import Registered
 from ctxcache.cache.queues import Change, LayerRun, LayerWhere, Readiness
@@ -706,6 +706,18 @@ def _hint(message: hints_pb2.HintAction, tenant: str) -> Hint:
         if message.HasField("budget_bytes")
         else None,
         return_in_ns=_return_in_ns(message.expect) if action is Action.EXPECT else None,
+        ahead=_ahead(message.ahead),
+    )
+
+
+def _ahead(message: hints_pb2.AheadHint) -> AheadTokens:
+    def count(of: str, value: int) -> int:
+        return validate.within(value, 0, HINT_COUNT_LIMIT, f"ahead.{of}_token_count")
+
+    return AheadTokens(
+        count("computed", message.computed_token_count),
+        count("used", message.used_token_count),
+        count("wasted", message.wasted_token_count),
     )
 
 

@@ -93,6 +93,8 @@ class _MissEventEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissEvent.V
     """Another host of the fleet took it over. It is not there after that."""
     MISS_EVENT_OWNER_LOST: _MissEvent.ValueType  # 13
     """Another host of the fleet had it, and did not answer. The detail names the host."""
+    MISS_EVENT_COMPUTED_IN_VAIN: _MissEvent.ValueType  # 14
+    """An engine computed tokens of it ahead of a turn that had other tokens, or that did not come."""
 
 class MissEvent(_MissEvent, metaclass=_MissEventEnumTypeWrapper):
     """Events after which less of a session is found than was stored."""
@@ -127,6 +129,8 @@ MISS_EVENT_MOVED: MissEvent.ValueType  # 12
 """Another host of the fleet took it over. It is not there after that."""
 MISS_EVENT_OWNER_LOST: MissEvent.ValueType  # 13
 """Another host of the fleet had it, and did not answer. The detail names the host."""
+MISS_EVENT_COMPUTED_IN_VAIN: MissEvent.ValueType  # 14
+"""An engine computed tokens of it ahead of a turn that had other tokens, or that did not come."""
 Global___MissEvent: _TypeAlias = MissEvent  # noqa: Y015
 
 @_typing.final

@@ -28,21 +28,21 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63txcache/v1/hints.proto\x12\x0b\x63txcache.v1\x1a\x17\x63txcache/v1/arena.proto\x1a\x19\x63txcache/v1/session.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xb5\x01\n\x0fScheduleRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12+\n\x05hello\x18\x02 \x01(\x0b\x32\x1a.ctxcache.v1.ScheduleHelloH\x00\x12(\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x17.ctxcache.v1.QueueDeltaH\x00\x12.\n\x08snapshot\x18\x04 \x01(\x0b\x32\x1a.ctxcache.v1.QueueSnapshotH\x00\x42\t\n\x07message\"d\n\rScheduleHello\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x0c\"\xcd\x01\n\x03Job\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x17\n\x0fnew_token_count\x18\x03 \x01(\x03\x12\x12\n\x08position\x18\x04 \x01(\x01H\x00\x12-\n\x08start_in\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x12.\n\x0b\x64\x65\x61\x64line_in\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x07 \x01(\x05\x42\x07\n\x05start\"O\n\nQueueDelta\x12\x1d\n\x03put\x18\x01 \x03(\x0b\x32\x10.ctxcache.v1.Job\x12\"\n\x04gone\x18\x02 \x03(\x0b\x32\x14.ctxcache.v1.JobGone\";\n\x07JobGone\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12 \n\x03\x65nd\x18\x02 \x01(\x0e\x32\x13.ctxcache.v1.JobEnd\"/\n\rQueueSnapshot\x12\x1e\n\x04jobs\x18\x01 \x03(\x0b\x32\x10.ctxcache.v1.Job\"\xb1\x01\n\x10ScheduleResponse\x12\x37\n\x0f\x61\x63knowledgement\x18\x01 \x01(\x0b\x32\x1c.ctxcache.v1.AcknowledgementH\x00\x12,\n\x06\x65vents\x18\x02 \x01(\x0b\x32\x1a.ctxcache.v1.SessionEventsH\x00\x12+\n\twithdrawn\x18\x03 \x01(\x0b\x32\x16.ctxcache.v1.WithdrawnH\x00\x42\t\n\x07message\"\xc9\x01\n\x0f\x41\x63knowledgement\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12*\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1b.ctxcache.v1.OperationError\x12(\n\x07missing\x18\x03 \x03(\x0b\x32\x17.ctxcache.v1.JobMissing\x12\x11\n\tjob_count\x18\x04 \x01(\x05\x12(\n\x05grace\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tjob_limit\x18\x06 \x01(\x05\",\n\nJobMissing\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1e\n\tWithdrawn\x12\x11\n\tjob_count\x18\x01 \x01(\x05\":\n\rSessionEvents\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.ctxcache.v1.SessionEvent\"w\n\x0cSessionEvent\x12\x0f\n\x07session\x18\x01 \x01(\t\x12+\n\x07\x63hanges\x18\x02 \x03(\x0e\x32\x1a.ctxcache.v1.SessionChange\x12)\n\treadiness\x18\x03 \x01(\x0b\x32\x16.ctxcache.v1.Readiness\"\x91\x01\n\tReadiness\x12\x13\n\x0btoken_count\x18\x01 \x01(\x03\x12+\n\x06layers\x18\x02 \x03(\x0b\x32\x1b.ctxcache.v1.LayerReadiness\x12\x15\n\rmissing_bytes\x18\x03 \x01(\x03\x12+\n\x08ready_in\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"`\n\x0eLayerReadiness\x12\x13\n\x0blayer_begin\x18\x01 \x01(\x05\x12\x11\n\tlayer_end\x18\x02 \x01(\x05\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.ctxcache.v1.LayerState\"K\n\x0bHintRequest\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12(\n\x07\x61\x63tions\x18\x02 \x03(\x0b\x32\x17.ctxcache.v1.HintAction\"\xf3\x03\n\nHintAction\x12\x11\n\taction_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12&\n\x05range\x18\x03 \x01(\x0b\x32\x17.ctxcache.v1.TokenRange\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x19\n\x0c\x62udget_bytes\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\'\n\x05share\x18\x07 \x01(\x0b\x32\x16.ctxcache.v1.ShareHintH\x00\x12-\n\x08prefetch\x18\x08 \x01(\x0b\x32\x19.ctxcache.v1.PrefetchHintH\x00\x12)\n\x06\x64\x65mote\x18\t \x01(\x0b\x32\x17.ctxcache.v1.DemoteHintH\x00\x12#\n\x03pin\x18\n \x01(\x0b\x32\x14.ctxcache.v1.PinHintH\x00\x12)\n\x06retain\x18\x0b \x01(\x0b\x32\x17.ctxcache.v1.RetainHintH\x00\x12)\n\x06\x65xpect\x18\x0c \x01(\x0b\x32\x17.ctxcache.v1.ExpectHintH\x00\x12+\n\x07release\x18\r \x01(\x0b\x32\x18.ctxcache.v1.ReleaseHintH\x00\x42\x08\n\x06\x61\x63tionB\x0f\n\r_budget_bytes\"\x0b\n\tShareHint\"\x0e\n\x0cPrefetchHint\"\x0c\n\nDemoteHint\"\t\n\x07PinHint\"\x0c\n\nRetainHint\"Y\n\nExpectHint\x12.\n\treturn_in\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x12\x0f\n\x05\x65nded\x18\x02 \x01(\x08H\x00\x42\n\n\x08\x65xpected\"\r\n\x0bReleaseHint\"\xa2\x01\n\nHintResult\x12\x11\n\taction_id\x18\x01 \x01(\t\x12)\n\x07outcome\x18\x02 \x01(\x0e\x32\x18.ctxcache.v1.HintOutcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x15\n\rgranted_bytes\x18\x04 \x01(\x03\x12/\n\x0bvalid_until\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"L\n\x0cHintResponse\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12(\n\x07results\x18\x02 \x03(\x0b\x32\x17.ctxcache.v1.HintResult*M\n\x06JobEnd\x12\x17\n\x13JOB_END_UNSPECIFIED\x10\x00\x12\x13\n\x0fJOB_END_STARTED\x10\x01\x12\x15\n\x11JOB_END_CANCELLED\x10\x02*\xa0\x01\n\rSessionChange\x12\x1e\n\x1aSESSION_CHANGE_UNSPECIFIED\x10\x00\x12\x1b\n\x17SESSION_CHANGE_PROMOTED\x10\x01\x12\x1a\n\x16SESSION_CHANGE_DEMOTED\x10\x02\x12\x1a\n\x16SESSION_CHANGE_EVICTED\x10\x03\x12\x1a\n\x16SESSION_CHANGE_EXPIRED\x10\x04*m\n\nLayerState\x12\x1b\n\x17LAYER_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10LAYER_STATE_DRAM\x10\x01\x12\x13\n\x0fLAYER_STATE_SSD\x10\x02\x12\x17\n\x13LAYER_STATE_MISSING\x10\x03*\xb0\x01\n\x0bHintOutcome\x12\x1c\n\x18HINT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15HINT_OUTCOME_ACCEPTED\x10\x01\x12\x18\n\x14HINT_OUTCOME_CLIPPED\x10\x02\x12\x19\n\x15HINT_OUTCOME_DEFERRED\x10\x03\x12\x19\n\x15HINT_OUTCOME_REJECTED\x10\x04\x12\x18\n\x14HINT_OUTCOME_MISSING\x10\x05\x32\x97\x01\n\x0bHintService\x12K\n\x08Schedule\x12\x1c.ctxcache.v1.ScheduleRequest\x1a\x1d.ctxcache.v1.ScheduleResponse(\x01\x30\x01\x12;\n\x04Hint\x12\x18.ctxcache.v1.HintRequest\x1a\x19.ctxcache.v1.HintResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63txcache/v1/hints.proto\x12\x0b\x63txcache.v1\x1a\x17\x63txcache/v1/arena.proto\x1a\x19\x63txcache/v1/session.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xb5\x01\n\x0fScheduleRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12+\n\x05hello\x18\x02 \x01(\x0b\x32\x1a.ctxcache.v1.ScheduleHelloH\x00\x12(\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x17.ctxcache.v1.QueueDeltaH\x00\x12.\n\x08snapshot\x18\x04 \x01(\x0b\x32\x1a.ctxcache.v1.QueueSnapshotH\x00\x42\t\n\x07message\"d\n\rScheduleHello\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x0c\"\xcd\x01\n\x03Job\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x17\n\x0fnew_token_count\x18\x03 \x01(\x03\x12\x12\n\x08position\x18\x04 \x01(\x01H\x00\x12-\n\x08start_in\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x12.\n\x0b\x64\x65\x61\x64line_in\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x07 \x01(\x05\x42\x07\n\x05start\"O\n\nQueueDelta\x12\x1d\n\x03put\x18\x01 \x03(\x0b\x32\x10.ctxcache.v1.Job\x12\"\n\x04gone\x18\x02 \x03(\x0b\x32\x14.ctxcache.v1.JobGone\";\n\x07JobGone\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12 \n\x03\x65nd\x18\x02 \x01(\x0e\x32\x13.ctxcache.v1.JobEnd\"/\n\rQueueSnapshot\x12\x1e\n\x04jobs\x18\x01 \x03(\x0b\x32\x10.ctxcache.v1.Job\"\xb1\x01\n\x10ScheduleResponse\x12\x37\n\x0f\x61\x63knowledgement\x18\x01 \x01(\x0b\x32\x1c.ctxcache.v1.AcknowledgementH\x00\x12,\n\x06\x65vents\x18\x02 \x01(\x0b\x32\x1a.ctxcache.v1.SessionEventsH\x00\x12+\n\twithdrawn\x18\x03 \x01(\x0b\x32\x16.ctxcache.v1.WithdrawnH\x00\x42\t\n\x07message\"\xc9\x01\n\x0f\x41\x63knowledgement\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12*\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1b.ctxcache.v1.OperationError\x12(\n\x07missing\x18\x03 \x03(\x0b\x32\x17.ctxcache.v1.JobMissing\x12\x11\n\tjob_count\x18\x04 \x01(\x05\x12(\n\x05grace\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tjob_limit\x18\x06 \x01(\x05\",\n\nJobMissing\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1e\n\tWithdrawn\x12\x11\n\tjob_count\x18\x01 \x01(\x05\":\n\rSessionEvents\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.ctxcache.v1.SessionEvent\"w\n\x0cSessionEvent\x12\x0f\n\x07session\x18\x01 \x01(\t\x12+\n\x07\x63hanges\x18\x02 \x03(\x0e\x32\x1a.ctxcache.v1.SessionChange\x12)\n\treadiness\x18\x03 \x01(\x0b\x32\x16.ctxcache.v1.Readiness\"\x91\x01\n\tReadiness\x12\x13\n\x0btoken_count\x18\x01 \x01(\x03\x12+\n\x06layers\x18\x02 \x03(\x0b\x32\x1b.ctxcache.v1.LayerReadiness\x12\x15\n\rmissing_bytes\x18\x03 \x01(\x03\x12+\n\x08ready_in\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"`\n\x0eLayerReadiness\x12\x13\n\x0blayer_begin\x18\x01 \x01(\x05\x12\x11\n\tlayer_end\x18\x02 \x01(\x05\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.ctxcache.v1.LayerState\"K\n\x0bHintRequest\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12(\n\x07\x61\x63tions\x18\x02 \x03(\x0b\x32\x17.ctxcache.v1.HintAction\"\x9c\x04\n\nHintAction\x12\x11\n\taction_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12&\n\x05range\x18\x03 \x01(\x0b\x32\x17.ctxcache.v1.TokenRange\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x19\n\x0c\x62udget_bytes\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\'\n\x05share\x18\x07 \x01(\x0b\x32\x16.ctxcache.v1.ShareHintH\x00\x12-\n\x08prefetch\x18\x08 \x01(\x0b\x32\x19.ctxcache.v1.PrefetchHintH\x00\x12)\n\x06\x64\x65mote\x18\t \x01(\x0b\x32\x17.ctxcache.v1.DemoteHintH\x00\x12#\n\x03pin\x18\n \x01(\x0b\x32\x14.ctxcache.v1.PinHintH\x00\x12)\n\x06retain\x18\x0b \x01(\x0b\x32\x17.ctxcache.v1.RetainHintH\x00\x12)\n\x06\x65xpect\x18\x0c \x01(\x0b\x32\x17.ctxcache.v1.ExpectHintH\x00\x12+\n\x07release\x18\r \x01(\x0b\x32\x18.ctxcache.v1.ReleaseHintH\x00\x12\'\n\x05\x61head\x18\x0e \x01(\x0b\x32\x16.ctxcache.v1.AheadHintH\x00\x42\x08\n\x06\x61\x63tionB\x0f\n\r_budget_bytes\"\x0b\n\tShareHint\"\x0e\n\x0cPrefetchHint\"\x0c\n\nDemoteHint\"\t\n\x07PinHint\"\x0c\n\nRetainHint\"Y\n\nExpectHint\x12.\n\treturn_in\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x12\x0f\n\x05\x65nded\x18\x02 \x01(\x08H\x00\x42\n\n\x08\x65xpected\"\r\n\x0bReleaseHint\"_\n\tAheadHint\x12\x1c\n\x14\x63omputed_token_count\x18\x01 \x01(\x03\x12\x18\n\x10used_token_count\x18\x02 \x01(\x03\x12\x1a\n\x12wasted_token_count\x18\x03 \x01(\x03\"\xa2\x01\n\nHintResult\x12\x11\n\taction_id\x18\x01 \x01(\t\x12)\n\x07outcome\x18\x02 \x01(\x0e\x32\x18.ctxcache.v1.HintOutcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x15\n\rgranted_bytes\x18\x04 \x01(\x03\x12/\n\x0bvalid_until\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"L\n\x0cHintResponse\x12\x12\n\nmessage_id\x18\x01 \x01(\t\x12(\n\x07results\x18\x02 \x03(\x0b\x32\x17.ctxcache.v1.HintResult*M\n\x06JobEnd\x12\x17\n\x13JOB_END_UNSPECIFIED\x10\x00\x12\x13\n\x0fJOB_END_STARTED\x10\x01\x12\x15\n\x11JOB_END_CANCELLED\x10\x02*\xa0\x01\n\rSessionChange\x12\x1e\n\x1aSESSION_CHANGE_UNSPECIFIED\x10\x00\x12\x1b\n\x17SESSION_CHANGE_PROMOTED\x10\x01\x12\x1a\n\x16SESSION_CHANGE_DEMOTED\x10\x02\x12\x1a\n\x16SESSION_CHANGE_EVICTED\x10\x03\x12\x1a\n\x16SESSION_CHANGE_EXPIRED\x10\x04*m\n\nLayerState\x12\x1b\n\x17LAYER_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10LAYER_STATE_DRAM\x10\x01\x12\x13\n\x0fLAYER_STATE_SSD\x10\x02\x12\x17\n\x13LAYER_STATE_MISSING\x10\x03*\xb0\x01\n\x0bHintOutcome\x12\x1c\n\x18HINT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15HINT_OUTCOME_ACCEPTED\x10\x01\x12\x18\n\x14HINT_OUTCOME_CLIPPED\x10\x02\x12\x19\n\x15HINT_OUTCOME_DEFERRED\x10\x03\x12\x19\n\x15HINT_OUTCOME_REJECTED\x10\x04\x12\x18\n\x14HINT_OUTCOME_MISSING\x10\x05\x32\x97\x01\n\x0bHintService\x12K\n\x08Schedule\x12\x1c.ctxcache.v1.ScheduleRequest\x1a\x1d.ctxcache.v1.ScheduleResponse(\x01\x30\x01\x12;\n\x04Hint\x12\x18.ctxcache.v1.HintRequest\x1a\x19.ctxcache.v1.HintResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ctxcache.v1.hints_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOBEND']._serialized_start=2727
-  _globals['_JOBEND']._serialized_end=2804
-  _globals['_SESSIONCHANGE']._serialized_start=2807
-  _globals['_SESSIONCHANGE']._serialized_end=2967
-  _globals['_LAYERSTATE']._serialized_start=2969
-  _globals['_LAYERSTATE']._serialized_end=3078
-  _globals['_HINTOUTCOME']._serialized_start=3081
-  _globals['_HINTOUTCOME']._serialized_end=3257
+  _globals['_JOBEND']._serialized_start=2865
+  _globals['_JOBEND']._serialized_end=2942
+  _globals['_SESSIONCHANGE']._serialized_start=2945
+  _globals['_SESSIONCHANGE']._serialized_end=3105
+  _globals['_LAYERSTATE']._serialized_start=3107
+  _globals['_LAYERSTATE']._serialized_end=3216
+  _globals['_HINTOUTCOME']._serialized_start=3219
+  _globals['_HINTOUTCOME']._serialized_end=3395
   _globals['_SCHEDULEREQUEST']._serialized_start=158
   _globals['_SCHEDULEREQUEST']._serialized_end=339
   _globals['_SCHEDULEHELLO']._serialized_start=341
@@ -74,25 +74,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HINTREQUEST']._serialized_start=1731
   _globals['_HINTREQUEST']._serialized_end=1806
   _globals['_HINTACTION']._serialized_start=1809
-  _globals['_HINTACTION']._serialized_end=2308
-  _globals['_SHAREHINT']._serialized_start=2310
-  _globals['_SHAREHINT']._serialized_end=2321
-  _globals['_PREFETCHHINT']._serialized_start=2323
-  _globals['_PREFETCHHINT']._serialized_end=2337
-  _globals['_DEMOTEHINT']._serialized_start=2339
-  _globals['_DEMOTEHINT']._serialized_end=2351
-  _globals['_PINHINT']._serialized_start=2353
-  _globals['_PINHINT']._serialized_end=2362
-  _globals['_RETAINHINT']._serialized_start=2364
-  _globals['_RETAINHINT']._serialized_end=2376
-  _globals['_EXPECTHINT']._serialized_start=2378
-  _globals['_EXPECTHINT']._serialized_end=2467
-  _globals['_RELEASEHINT']._serialized_start=2469
-  _globals['_RELEASEHINT']._serialized_end=2482
-  _globals['_HINTRESULT']._serialized_start=2485
-  _globals['_HINTRESULT']._serialized_end=2647
-  _globals['_HINTRESPONSE']._serialized_start=2649
-  _globals['_HINTRESPONSE']._serialized_end=2725
-  _globals['_HINTSERVICE']._serialized_start=3260
-  _globals['_HINTSERVICE']._serialized_end=3411
+  _globals['_HINTACTION']._serialized_end=2349
+  _globals['_SHAREHINT']._serialized_start=2351
+  _globals['_SHAREHINT']._serialized_end=2362
+  _globals['_PREFETCHHINT']._serialized_start=2364
+  _globals['_PREFETCHHINT']._serialized_end=2378
+  _globals['_DEMOTEHINT']._serialized_start=2380
+  _globals['_DEMOTEHINT']._serialized_end=2392
+  _globals['_PINHINT']._serialized_start=2394
+  _globals['_PINHINT']._serialized_end=2403
+  _globals['_RETAINHINT']._serialized_start=2405
+  _globals['_RETAINHINT']._serialized_end=2417
+  _globals['_EXPECTHINT']._serialized_start=2419
+  _globals['_EXPECTHINT']._serialized_end=2508
+  _globals['_RELEASEHINT']._serialized_start=2510
+  _globals['_RELEASEHINT']._serialized_end=2523
+  _globals['_AHEADHINT']._serialized_start=2525
+  _globals['_AHEADHINT']._serialized_end=2620
+  _globals['_HINTRESULT']._serialized_start=2623
+  _globals['_HINTRESULT']._serialized_end=2785
+  _globals['_HINTRESPONSE']._serialized_start=2787
+  _globals['_HINTRESPONSE']._serialized_end=2863
+  _globals['_HINTSERVICE']._serialized_start=3398
+  _globals['_HINTSERVICE']._serialized_end=3549
 # @@protoc_insertion_point(module_scope)

@@ -670,6 +670,7 @@ class HintAction(_message.Message):
     RETAIN_FIELD_NUMBER: _builtins.int
     EXPECT_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     action_id: _builtins.str
     """Chosen by the client and returned, up to 128 bytes."""
     session: _builtins.str
@@ -720,6 +721,10 @@ class HintAction(_message.Message):
     def release(self) -> Global___ReleaseHint:
         """End what pin, retain and prefetch began."""
 
+    @_builtins.property
+    def ahead(self) -> Global___AheadHint:
+        """Count what an engine computed ahead of its turns."""
+
     def __init__(
         self,
         *,
@@ -736,14 +741,15 @@ class HintAction(_message.Message):
         retain: Global___RetainHint | None = ...,
         expect: Global___ExpectHint | None = ...,
         release: Global___ReleaseHint | None = ...,
+        ahead: Global___AheadHint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget_bytes", b"_budget_bytes", "action", b"action", "budget_bytes", b"budget_bytes", "demote", b"demote", "expect", b"expect", "pin", b"pin", "prefetch", b"prefetch", "range", b"range", "release", b"release", "retain", b"retain", "share", b"share", "ttl", b"ttl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget_bytes", b"_budget_bytes", "action", b"action", "ahead", b"ahead", "budget_bytes", b"budget_bytes", "demote", b"demote", "expect", b"expect", "pin", b"pin", "prefetch", b"prefetch", "range", b"range", "release", b"release", "retain", b"retain", "share", b"share", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget_bytes", b"_budget_bytes", "action", b"action", "action_id", b"action_id", "budget_bytes", b"budget_bytes", "demote", b"demote", "expect", b"expect", "pin", b"pin", "prefetch", b"prefetch", "priority", b"priority", "range", b"range", "release", b"release", "retain", b"retain", "session", b"session", "share", b"share", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget_bytes", b"_budget_bytes", "action", b"action", "action_id", b"action_id", "ahead", b"ahead", "budget_bytes", b"budget_bytes", "demote", b"demote", "expect", b"expect", "pin", b"pin", "prefetch", b"prefetch", "priority", b"priority", "range", b"range", "release", b"release", "retain", b"retain", "session", b"session", "share", b"share", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__budget_bytes: _TypeAlias = _typing.Literal["budget_bytes"]  # noqa: Y015
     _WhichOneofArgType__budget_bytes: _TypeAlias = _typing.Literal["_budget_bytes", b"_budget_bytes"]  # noqa: Y015
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["share", "prefetch", "demote", "pin", "retain", "expect", "release"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["share", "prefetch", "demote", "pin", "retain", "expect", "release", "ahead"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__budget_bytes) -> _WhichOneofReturnType__budget_bytes | None: ...
@@ -885,6 +891,39 @@ class ReleaseHint(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseHint: _TypeAlias = ReleaseHint  # noqa: Y015
+
+@_typing.final
+class AheadHint(_message.Message):
+    """Tells what an engine computed of edited conversations ahead of their turns, while nobody waited, since it told so
+    last: `ctxcache_tenant_ahead_tokens_total`. It is counted for the tenant also where the session is not there any
+    more, which is answered as missing. Nothing else is done.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPUTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    USED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    WASTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    computed_token_count: _builtins.int
+    """Tokens that were computed ahead, 0 or more."""
+    used_token_count: _builtins.int
+    """Those with which a turn has begun, 0 or more."""
+    wasted_token_count: _builtins.int
+    """Those with which no turn will begin, 0 or more."""
+    def __init__(
+        self,
+        *,
+        computed_token_count: _builtins.int = ...,
+        used_token_count: _builtins.int = ...,
+        wasted_token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_token_count", b"computed_token_count", "used_token_count", b"used_token_count", "wasted_token_count", b"wasted_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AheadHint: _TypeAlias = AheadHint  # noqa: Y015
 
 @_typing.final
 class HintResult(_message.Message):

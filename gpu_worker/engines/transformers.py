@@ -178,7 +178,9 @@ class TransformersEngine(Closing):
         self._savers = Savers(client, self._own, model.device, self._unchanged.check_weights)
         self._renderings = Renderings(client, self._own, kept=renderings)
         self._precedence = precedence_of(self._adapter.base)
-        self._ahead = AheadTally()
+        self._ahead, self._told = AheadTally(), AheadCounts()
+        self._told_of = ""
+        """The conversation of the last pass ahead, by which the store is told what became of all."""
         self.turn_begins: Callable[[str], None] = lambda _session_id: None
         """Called with a conversation's name where its turn begins, in the turn's thread."""
         self._snapshots: Snapshots | None = None
@@ -189,6 +191,7 @@ class TransformersEngine(Closing):
 
     def close(self) -> None:
         """Save the staged rows, then end the threads that save and restore."""
+        self._tell_ahead()
         if self._host is not None:
             self._host.close()
         # Saving comes first: staged rows are lost with the process, while a restore is only slower.
@@ -353,10 +356,31 @@ class TransformersEngine(Closing):
         with self._precedence.ahead():
             self._unchanged.check()
             try:
-                return self._rerender(name, list(history), _Pace(step_tokens, is_worth, goes_on))
+                done = self._rerender(name, list(history), _Pace(step_tokens, is_worth, goes_on))
             except CacheError as error:
                 self._misses.tell(name, f"is not rendered ahead, {error.reason.lower()}", error)
-                return Rerendered(len(history), reason=error.reason)
+                done = Rerendered(len(history), reason=error.reason)
+        self._told_of = name
+        self._tell_ahead()
+        return done
+
+    def _tell_ahead(self) -> None:
+        """Tell the store what became of tokens since the last time: it adds up its tenants' engines."""
+        told, counts = self._told, self._ahead.counts
+        if counts == told:
+            return
+        try:
+            self._client.hints.ahead(
+                self._told_of,
+                computed_token_count=counts.computed_token_count - told.computed_token_count,
+                used_token_count=counts.used_token_count - told.used_token_count,
+                wasted_token_count=counts.wasted_token_count - told.wasted_token_count,
+            )
+        except CacheError as error:
+            # It is told with what comes: a store that is gone has no counts to be added to.
+            log.info("ahead_not_told session=%a reason=%s error=%s", self._told_of, error.reason, error)
+        else:
+            self._told = counts
 
     def _rerender(self, name: str, history: list[int], pace: _Pace) -> Rerendered:
         self._check_saved(name)

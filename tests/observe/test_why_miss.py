@@ -1,15 +1,17 @@
 """why-miss: what the store says of a session that is not as it was."""
 
+import json
 from pathlib import Path
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from observed import load, observed
+from observed import fetch, load, observed
+from scraped import parsed
 from service_rig import Client, GrpcWay, until
 
 from ctxcache.server.server import Server
-from ctxcache.v1 import admin_pb2, arena_pb2, session_pb2
+from ctxcache.v1 import admin_pb2, arena_pb2, hints_pb2, hints_pb2_grpc, session_pb2
 from ctxcache.v1.admin_pb2 import MissEvent
 
 
@@ -36,6 +38,30 @@ async def test_what_was_evicted_says_for_whom(tmp_path: Path) -> None:
         assert one.token_count == 130
         assert one.detail.startswith("room on SSD for sessions/s")
         assert answer.tenant == "default"
+
+
+async def test_what_was_computed_in_vain_is_told(tmp_path: Path) -> None:
+    """Added up in the tenant's metric and on its line of the status page; why-miss says it of the session."""
+    told = hints_pb2.AheadHint(computed_token_count=900, used_token_count=600, wasted_token_count=70)
+    action = hints_pb2.HintAction(session="sessions/edited", ahead=told)
+    async with observed(tmp_path, metrics_listen="127.0.0.1:0") as (server, client, _):
+        await client.create("edited")
+        hints = hints_pb2_grpc.HintServiceStub(client.channel)
+        for _ in range(2):
+            await hints.Hint(hints_pb2.HintRequest(actions=[action]))
+        answer = await _why(client, "edited")
+        _, text = await fetch(server, "/metrics")
+        _, status = await fetch(server, "/status.json")
+
+    (one,) = answer.happenings
+    assert _events(answer) == ["COMPUTED_IN_VAIN"]
+    assert (answer.is_there, one.token_count, one.count) == (True, 70, 2)
+    tokens = parsed(text)["ctxcache_tenant_ahead_tokens_total"]
+    assert {dict(labels)["what"]: value for labels, value in tokens.items()} == {
+        "computed": 1800, "used": 1200, "wasted": 140,
+    }  # fmt: skip
+    (tenant,) = json.loads(status)["tenants"]
+    assert (tenant["ahead_token_count"], tenant["ahead_used_token_count"]) == (1800, 1200)
 
 
 async def test_each_way_to_lose_something(tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ class Hinter:
 
 def action(kind: str, name: str = "a", **facts: Any) -> hints_pb2.HintAction:
     """A hint."""
-    return hints_pb2.HintAction(**({"session": f"sessions/{name}", kind: KINDS[kind]} | facts))
+    own = {} if kind in facts else {kind: KINDS[kind]}
+    return hints_pb2.HintAction(**({"session": f"sessions/{name}"} | own | facts))
 
 
 @pytest.fixture
@@ -386,6 +387,25 @@ async def test_ranges_are_prefixes_or_all(hint: Hinter, kind: str) -> None:
     )
     assert (middle.outcome, middle.reason) == (REJECTED, "RANGE_NOT_SUPPORTED")
     assert (beyond.outcome, beyond.reason) == (REJECTED, "TOKEN_RANGE_OUT_OF_BOUNDS")
+
+
+async def test_what_was_computed_ahead_is_added_up_for_the_tenant(
+    client: Client, hint: Hinter, server: Server
+) -> None:
+    """Also of a session that has ended. Nothing of the session changes, and nothing is taken below 0."""
+    before = await client.get("a")
+    told = hints_pb2.AheadHint(computed_token_count=90, used_token_count=60, wasted_token_count=7)
+    assert (await hint("ahead", ahead=told)).outcome == ACCEPTED
+    assert (await hint("ahead", "nobody", ahead=told)).outcome == MISSING
+    for name in ("computed", "used", "wasted"):
+        wrong = hints_pb2.AheadHint(**{f"{name}_token_count": -1})
+        found = await refused(hint("ahead", ahead=wrong), Code.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert found["field"] == f"actions[0].ahead.{name}_token_count"
+
+    assert server.cache.state.ahead_tokens == {
+        ("default", "computed"): 180, ("default", "used"): 120, ("default", "wasted"): 14,
+    }  # fmt: skip
+    assert await client.get("a") == before
 
 
 async def test_a_batch_is_answered_one_by_one(hint: Hinter) -> None:

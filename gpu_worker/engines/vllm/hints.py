@@ -84,6 +84,9 @@ class Payload:
     budget_bytes: Count | None = None
     return_in_s: Span | None = None
     ended: bool = False
+    computed_token_count: Count = 0
+    used_token_count: Count = 0
+    wasted_token_count: Count = 0
 
 
 _PAYLOAD = TypeAdapter(Payload)
@@ -268,5 +271,8 @@ def _hint(kind: HintKind, action: Action) -> HintAction:
         priority=payload.priority,
         budget_bytes=payload.budget_bytes,
         return_in=None if payload.return_in_s is None else timedelta(seconds=payload.return_in_s),
+        computed_token_count=payload.computed_token_count,
+        used_token_count=payload.used_token_count,
+        wasted_token_count=payload.wasted_token_count,
         action_id=action.action_id,
     )

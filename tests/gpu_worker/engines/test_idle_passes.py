@@ -1,6 +1,8 @@
 """A queue beside an engine computes edited conversations in idle time, and nobody waits for it."""
 
+import re
 import threading
+import urllib.request
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,6 +14,7 @@ from transformers import DynamicCache
 
 import ctxcache
 from ctxcache.client import Client
+from ctxcache.client.types import MissEvent
 from ctxcache.errors import InvalidArgument
 from gpu_worker.engines.ahead import Ahead
 from gpu_worker.engines.next_prompts import Message, next_history
@@ -191,3 +194,36 @@ def test_the_next_prompt_is_known_before_the_user_writes_it(*, is_kept: bool) ->
     assert text == f"<user>hello;<assistant>{thought}hi;<user>"
     for content in ("", "bye", "a", "b"):
         assert render([*said, {"role": "user", "content": content}])[: len(known)] == known
+
+
+def test_the_store_adds_up_what_engines_computed(
+    tmp_path_factory: pytest.TempPathFactory, session_id: str
+) -> None:
+    """Told with passes, and at the end; a store that was gone hears it with what comes."""
+    with (
+        ServerProcess(tmp_path_factory.mktemp("told") / "data", "--metrics-listen", "127.0.0.1:0") as server,
+        ctxcache.connect(server.target) as client,
+    ):
+        with engine_on(client) as engine:
+            engine.turn(session_id, FIRST, max_new_tokens=0)
+            assert engine.rerendered(session_id, EDITED).is_in_place
+            _next(engine, session_id, EDITED)
+            counts = engine.ahead
+        assert counts.used_token_count == counts.computed_token_count > 0
+        assert _told(server) == (counts.computed_token_count, counts.used_token_count, 0)
+        with engine_on(client) as engine:
+            assert engine.rerendered(session_id, FIRST).is_in_place
+            engine.turn(session_id, NEXT, max_new_tokens=0, history=EDITED)
+            wasted = engine.ahead.wasted_token_count
+        assert wasted > 0
+        assert _told(server)[2] == wasted
+        happened = [one.event for one in client.admin.why_miss(f"sessions/{session_id}").happenings]
+        assert MissEvent.COMPUTED_IN_VAIN in happened
+
+
+def _told(server: ServerProcess) -> tuple[int, ...]:
+    with urllib.request.urlopen(f"http://{server.ready['metrics_address']}/metrics") as page:
+        text = page.read().decode()
+    name = r'^ctxcache_tenant_ahead_tokens_total\{tenant="default",what="%s"\} (\S+)$'
+    found = [re.search(name % what, text, re.MULTILINE) for what in ("computed", "used", "wasted")]
+    return tuple(int(float(one[1])) if one else 0 for one in found)
