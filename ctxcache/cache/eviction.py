@@ -71,6 +71,15 @@ class Departures:
         gone, dead = self.end(sessions, is_evicted=is_evicted)
         await self.write_down(gone=gone, dead=dead)
 
+    async def leave_behind(self, session: Session, token_count: int) -> None:
+        """Take a session's name and all but its first tokens, which others ask for.
+
+        What it was before edits goes in the same commit.
+        """
+        formers = self.end(self._ledger.with_formers(session)[1:], is_evicted=True)
+        dead = self._ledger.left_behind(session, token_count)
+        await self.write_down([session], gone=formers.sessions, dead=[*formers.segments, *dead])
+
     def end(self, sessions: Iterable[Session], *, is_evicted: bool = False) -> Ended:
         """End sessions, and what they were before edits. What ended is to be written down at once."""
         named = [session for session in sessions if not session.is_gone]
@@ -314,8 +323,10 @@ class SsdRoom:
         await self._evict(victim, f"room on SSD for {for_session.name}{whose}")
 
     async def expel(self, session: Session, why: str) -> None:
-        """Give up this one. Raises CapacityExceeded, TierFailure."""
-        await self._evict(session, why)
+        """Give up this one, with all that others may ask for. Raises CapacityExceeded, TierFailure."""
+        self._metadata.check(is_growing=False)
+        self._note(session, why)
+        await self._departures.remove([session], is_evicted=True)
 
     def give_up(self, session: Session) -> int:
         """Evict a session that no record names bytes of, for room in memory.
@@ -331,7 +342,11 @@ class SsdRoom:
         # Memory would forget it, and a restart would bring it back: better to refuse the room.
         self._metadata.check(is_growing=False)
         self._note(victim, why)
-        await self._departures.remove([victim], is_evicted=True)
+        token_count = self._ledger.commons.staying_count(victim)
+        if token_count:
+            await self._departures.leave_behind(victim, token_count)
+        else:
+            await self._departures.remove([victim], is_evicted=True)
 
     def _note(self, victim: Session, why: str) -> None:
         self._state.counters.evicted_session_count += 1

@@ -31,6 +31,7 @@ from ctxcache.cache.blocks import BlockState
 from ctxcache.cache.leases import Lease
 from ctxcache.cache.prefixes import Match
 from ctxcache.cache.reservations import Reservation
+from ctxcache.core.ledger.session import HIDDEN
 from ctxcache.core.limits import DEFAULT_WATERMARKS
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.served import RANKED
@@ -159,7 +160,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def sync(self) -> None:
         """Learn what was evicted; nothing else may be missing, and nobody else may be there."""
-        names = self.rig.names()
+        # What others ask for of an evicted session stays without its name, and is found by its tokens.
+        names = {name for name in self.rig.names() if not name.startswith(HIDDEN)}
         counted = self.rig.cache.state.counters.evicted_session_count
         missing = set(self.model) - names
         assert names <= set(self.model), names - set(self.model)

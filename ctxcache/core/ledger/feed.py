@@ -83,6 +83,12 @@ class Standing:
     turn_count: int = 0
     rested_end: int = 0
     """Where its log ended when it last rested."""
+    own_end: int = 0
+    """Where its log ended when its last turn did, since it was made or known again."""
+    adopted_end: int = 0
+    """Where the tokens end that it adopted."""
+    is_prefix: bool = False
+    """Whether it is no session to the policy, but a prefix that sessions have in common: see Commons."""
     has_rested: bool = False
     coming_count: int = 0
     """Promotions ahead of need that are under way."""
@@ -117,9 +123,20 @@ class Standing:
         """Whether nothing of it leaves while others can."""
         return self.session.use is not Use.IDLE or self.coming_count > 0
 
+    @property
+    def is_turn_over(self) -> bool:
+        """Whether it has got tokens since its last turn, and has not only adopted them."""
+        return self.session.log_end > max(self.own_end, self.adopted_end)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it rests with what it adopted: its turn has added nothing yet, and goes on."""
+        return self.has_rested and 0 < self.session.log_end <= self.adopted_end
+
     def recall(self, turn_count: int) -> Facts:
         """It was there when the store was opened, or dormant: all that it has came in its last turn."""
-        self.turn_count, self.rested_end, self.has_rested = turn_count, self.session.log_end, True
+        self.turn_count, self.has_rested = turn_count, True
+        self.rested_end = self.own_end = self.session.log_end
         return self._facts(self.session.log_end)
 
     def rest(self) -> Facts:
@@ -130,13 +147,16 @@ class Standing:
         if appended_count < 0:
             # Made anew, and shorter than it was when it was evicted.
             appended_count = session.log_end
+        self.has_rested, self.is_set_aside = True, False
+        if self.is_begun:
+            # What it adopted is a part of the input of the turn that goes on, and counts with it.
+            return self._facts(appended_count)._replace(turn_count=self.turn_count + 1)
         # No more than was appended: the input may have begun in a turn before.
         answer_count = min(max(session.log_end - session.input_end, 0), appended_count)
         session.least_commit = 0
         # A rest without new tokens is a read: no turn.
         self.turn_count += appended_count > 0
-        self.rested_end = session.log_end
-        self.has_rested, self.is_set_aside = True, False
+        self.rested_end = self.own_end = session.log_end
         return self._facts(appended_count, answer_count)
 
     def facts(self) -> Facts:
@@ -318,8 +338,12 @@ class Feed:
         standing = self.standings[session.uid]
         standing.is_leaving, standing.rank = False, None
         standing.is_expected = False
-        if not is_first:
+        if not is_first or standing.is_prefix:
             return
+        if standing.is_begun:
+            # One turn to the policy, and no return: as if it had not rested.
+            self.policy.ended(standing.name)
+            standing.has_rested, standing.tier = False, None
         self.policy.arrived(standing.name, now_s)
         self._heard_count += 1
         # The job that was announced has come. What it waits for is over.
@@ -337,6 +361,10 @@ class Feed:
     def resting(self, session: Session, now_s: float) -> None:
         """The last access is about to end: the policy hears of it while the session still ranks as in use."""
         standing = self.standings[session.uid]
+        if standing.is_prefix:
+            # Its uses are those of sessions that begin with it, and are told when these rest.
+            self.settled(session)
+            return
         facts = standing.rest()
         # A session that grew past its grant asks for more, or loses its class, before it is ranked.
         if self.retaining.retained or self.retaining.pinned:
@@ -399,7 +427,8 @@ class Feed:
         if standing is None:
             return
         # By name: the session may be made anew, and its turns count on. GHOSTS bounds what is remembered.
-        self._ghosts[standing.name] = Ghost(standing.turn_count, session.token_count, self._now_s())
+        if not standing.is_prefix:
+            self._ghosts[standing.name] = Ghost(standing.turn_count, session.token_count, self._now_s())
         if len(self._ghosts) > GHOSTS:
             self._ghosts.popitem(last=False)
         # Evicted, not ended: the policy may learn from a return.
@@ -418,6 +447,42 @@ class Feed:
             self._heard_count += 1
             for watcher in self._forget(standing):
                 watcher.ended(session.uid)
+
+    # -- what they have in common ------------------------------------------------------------------
+
+    def adopted(self, session: Session) -> None:
+        """All that the session has it adopted, as its turn begins."""
+        self.standings[session.uid].adopted_end = session.log_end
+
+    def continued(self, name: bytes) -> None:
+        """Another session went on where the one of that name ended."""
+        self.policy.continued(name)
+        self._heard_count += 1
+
+    def prefix_used(self, name: bytes, facts: Facts, now_s: float, *, is_new: bool) -> None:
+        """A turn began with the prefix of that name; `is_new`: no session kept it until now."""
+        self.policy.arrived(name, now_s)
+        self.policy.idle(name, facts, now_s)
+        if is_new:
+            self.policy.placed(name, Level.BELOW)
+        self._heard_count += 1
+
+    def prefix_left(self, name: bytes) -> None:
+        """No session keeps the prefix any more."""
+        self.policy.evicted(name)
+        self._heard_count += 1
+
+    def prefix_rank(self, name: bytes) -> Key | None:
+        """Where a prefix stands that some session keeps, among the ranks of sessions."""
+        rank = self.policy.rank(name)
+        return None if rank is None else (0, *rank)
+
+    def stays_as(self, session: Session, name: bytes) -> None:
+        """The session, which was evicted, stays as the prefix of that name, whose rank it has from now on."""
+        standing = Standing(session, name, is_prefix=True, has_rested=True)
+        self.standings[session.uid] = standing
+        self._uids[name] = session.uid
+        self.settled(session)
 
     # -- what others say of them -------------------------------------------------------------------
 

@@ -90,7 +90,10 @@ class Keyed:
 
     def found(self, scope: Scope, key: bytes) -> Iterator[Entry]:
         """The entries under a key, the latest first. No event may come meanwhile."""
-        for entry in self.index.find_all(scope, key):
+        return self._there(self.index.find_all(scope, key))
+
+    def _there(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        for entry in entries:
             # Keys that wait to be tidied are still in the index. They count up to the rows that the segment
             # kept.
             most_rows = self._leaving.get(entry.owner)
@@ -181,6 +184,29 @@ class Keyed:
                         return (begin + at) // KEY_BYTES
             begin += len(own)
         return begin // KEY_BYTES
+
+    def names_of(self, session: Session, begin: int, end: int, *, of_its_own: bool = False) -> list[bytes]:
+        """The session's keys from number `begin` up to `end`, up to the first that is missing, as stored.
+
+        As stored they name the tokens up to there in all scopes. No token of the session before them was
+        dropped. `of_its_own`: of segments that no other session lists, whatever is missing.
+        """
+        names = list[bytes]()
+        for piece in session.pieces(begin * BLOCK_TOKENS, end * BLOCK_TOKENS):
+            segment_id, row_end = piece.segment.segment_id, piece.row_end
+            if of_its_own and piece.segment.reference_count > 1:
+                continue
+            row_end = min(row_end, self._leaving.get(segment_id, row_end))
+            stored = self.index.stored_keys(segment_id, piece.row_begin, row_end)
+            names += [stored[at : at + KEY_BYTES] for at in range(0, len(stored), KEY_BYTES)]
+            token_end = piece.token_begin + piece.row_end - piece.row_begin
+            if not of_its_own and len(names) < token_end // BLOCK_TOKENS - begin:
+                break
+        return names
+
+    def is_elsewhere_too(self, name: bytes) -> bool:
+        """Whether a key that is stored under that name leads to more than one segment."""
+        return sum(1 for _ in self._there(self.index.find_stored(name))) > 1
 
     def key_at(self, session: Session, token_count: int) -> bytes | None:
         """The key of the session's first tokens, a multiple of 64; None where they have none."""

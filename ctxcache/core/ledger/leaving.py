@@ -10,6 +10,7 @@ look at all that would leave.
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 
+from ctxcache.core.ledger.commons import Commons
 from ctxcache.core.ledger.feed import Feed
 from ctxcache.core.ledger.places import Backlog
 from ctxcache.core.ledger.rankings import Evictable, Verdict
@@ -28,6 +29,7 @@ class Leaving:
         self,
         get: Callable[[bytes], Session],
         feed: Feed,
+        commons: Commons,
         unwritten: Unwritten,
         evictable: Evictable,
         quotas: Quotas,
@@ -38,7 +40,7 @@ class Leaving:
         """`continued_by`: the blocks that name a block as the one that they continue."""
         self._get = get
         self._continued_by = continued_by
-        self._feed = feed
+        self._feed, self._commons = feed, commons
         self._unwritten = unwritten
         self._evictable = evictable
         self._quotas = quotas
@@ -162,14 +164,15 @@ class Leaving:
     def _would_leave(self, comer: Session, size_bytes: int) -> Generator[Comparison]:
         """The sessions that would leave for so many bytes of a session that has nothing below, one by one."""
         among = self._quotas.below(comer.tenant, size_bytes)
-        rank = self._feed.rank(comer.uid)
+        # What others ask for of it is worth its place, though the rest may not be.
+        rank = max(self._feed.rank(comer.uid) or (), self._commons.rank(comer) or ())
         judge = self._judge(comer, self._frees_room)
         with closing(self._evictable.in_order(judge, among)) as uids:
             for uid in uids:
                 victim = self._get(uid)
                 # An account that has more than its share gives way, whatever its sessions are worth.
                 is_others = among is not None and victim.tenant != comer.tenant
-                gives_way = is_others or (self._feed.rank(uid) or ()) < (rank or ())
+                gives_way = is_others or (self._feed.rank(uid) or ()) < rank
                 yield Comparison(gives_way, self._freed_bytes(victim))
 
     def _first(
@@ -198,9 +201,10 @@ class Leaving:
 
     def _freed_bytes(self, session: Session) -> int:
         """The bytes that leave with the session. Segments that others list stay."""
-        closed = self._closed_paths()
+        closed, begin = self._closed_paths(), self._commons.staying_count(session)
         # A segment of several forks has more than one lister, and does not leave with this session.
-        slots = (slot for s in session.segments if s.reference_count == 1 for slot in s.places)
+        own = (s for s in session.segments if s.reference_count == 1 and s.begin >= begin)
+        slots = (slot for s in own for slot in s.places)
         return sum(slot.size_bytes for slot in slots if slot.path_index not in closed)
 
     def _frees_room(self, session: Session, besides: Collection[int] = ()) -> bool:

@@ -11,12 +11,13 @@ its bytes are given back. A held segment keeps its slots.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Protocol
 
+from ctxcache.core.ledger.commons import Commons
 from ctxcache.core.ledger.dormant import Dormant
 from ctxcache.core.ledger.feed import Feed
 from ctxcache.core.ledger.keyed import Keyed, holds
@@ -32,6 +33,7 @@ from ctxcache.core.ledger.session import (
     BEGIN,
     BLOCKS,
     FORMER_TTL_NS,
+    GUESTS,
     Expiration,
     ExpiryQueue,
     Piece,
@@ -58,7 +60,9 @@ SECOND_NS = 10**9
 MANY_SEGMENTS = 128
 """Segments of a session that cost so much to list that short ones are joined."""
 HOLDERS_LOOKED_AT = 64
-"""Sessions and segments that a search by key looks at: what only others hold is not found."""
+"""Sessions that a search by key looks at for each segment: one that only others list is not found."""
+SEGMENTS_LOOKED_AT = 8
+"""Segments for which it does so, from the longest prefix on."""
 
 
 class LedgerClock(Protocol):
@@ -198,6 +202,13 @@ class Ledger:
         self._feed = Feed(
             policy, clock.monotonic_ns, self.names.by_uid, self._fell, retaining, seen, wishes.prefetch_wanted
         )
+        self.commons = Commons(
+            self._feed,
+            self.keyed,
+            self.names.by_uid,
+            lambda session: self.touched(session, clock.now_ns()),
+        )
+        """What sessions have in common. To be asked."""
         # Without shares all sessions are in one ranking, which is quicker than one for each of many tenants.
         account = self._account if shares else None
         self.resident = Resident(self._feed.memory_rank, self.names.by_uid, account)
@@ -227,6 +238,7 @@ class Ledger:
         self.leaving = Leaving(
             self.names.by_uid.__getitem__,
             self._feed,
+            self.commons,
             self.unwritten,
             # Called at each look, not bound once: paths close and open while the store runs.
             self.evictable,
@@ -377,18 +389,15 @@ class Ledger:
 
         `keys` are of tokens that follow one another from the first on. None where there is none.
         """
-        now_ns, looks = self._clock.now_ns(), 0
+        now_ns, looked_at = self._clock.now_ns(), 0
         for number, segment_id, row_count in self.keyed.longest(scope, keys):
             segment = self.segment(segment_id)
             assert segment is not None  # noqa: S101  # no key leads to what is gone
             if segment.begin + row_count != (number + 1) * BLOCK_TOKENS:
                 # A key that was given for tokens at another place.
                 continue
-            home = segment.home
-            # The kin's sessions from the one accessed last: the most likely to be in memory, and to stay.
-            uids = reversed(home.uids) if isinstance(home, Kin) else [home.uid] if home else []
-            for uid in uids:
-                looks += 1
+            looked_at += 1
+            for uid in islice(self._likely_holders(segment), HOLDERS_LOOKED_AT):
                 session = self.names.by_uid[uid]
                 is_there = session.expire_time_ns > now_ns and self._is_owned(session, now_ns)
                 if is_there and holds(session, segment, row_count):
@@ -397,10 +406,21 @@ class Ledger:
                     if holds(session, segment, row_count):
                         current_work().on(session)
                         return session, number + 1
-                # Thousands of sessions may list one system prompt: the look-up is bounded.
-                if looks >= HOLDERS_LOOKED_AT:
-                    return None
+            # Thousands of sessions may list one system prompt: the look-up is bounded.
+            if looked_at == SEGMENTS_LOOKED_AT:
+                return None
         return None
+
+    def _likely_holders(self, segment: Segment) -> Iterator[bytes]:
+        """Sessions that may list a segment: one that did, and its kin from the last access on."""
+        home = segment.home
+        if isinstance(home, Kin):
+            # The most likely to stay; then those that are the most likely to be in memory.
+            if segment.lister_uid in self.names.by_uid:
+                yield segment.lister_uid
+            yield from reversed(home.uids)
+        elif home is not None:
+            yield home.uid
 
     def _is_owned(self, session: Session, now_ns: int) -> bool:
         """Whether the session is found by its tokens: a former rendering is while its owner is there."""
@@ -455,6 +475,7 @@ class Ledger:
 
     def _forget_sleeper(self, session: Session) -> None:
         """The session fell asleep: no index of known sessions shows it."""
+        self.commons.cut(session)
         self.evictable.discard(session.uid)
         self.expiry.forget(session.uid)
         self.resident.forget_session(session)
@@ -543,7 +564,9 @@ class Ledger:
         # Two sessions list them from now on: a row that one appends must not appear in the other.
         self.closed(session.segments)
         self._index(session)
-        self.forked(source, session)
+        self._feed.adopted(session)
+        # Where the policy hears of prefixes, that is a use of the prefix and not of the session that has it.
+        self.forked(source, session, is_quiet=self.commons.is_on)
 
     def shared(self, session: Session, segments: Iterable[Segment]) -> None:
         """Count these with the session's kin, as if a fork listed them.
@@ -558,6 +581,8 @@ class Ledger:
         for segment in segments:
             if segment.home is residence:
                 segment.share()
+                # Its kin may be thousands, of which it is the only one that lists this.
+                segment.lister_uid = session.uid
                 if segment.memory:
                     self.resident.add(segment)
 
@@ -574,7 +599,22 @@ class Ledger:
         # Segments without a live position go at once; their slots only when their records are gone.
         dead = self._unlist(session, session.keep_positions(live))
         self.keyed.cut(session)
+        self.commons.cut(session)
         self._feed.recounted(session)
+        return dead
+
+    def left_behind(self, session: Session, token_count: int) -> list[Segment]:
+        """The session gives way to others, but for its first tokens, which `commons` has said stay.
+
+        It has no name any more, and is found by its tokens. Returns the segments that no session lists any
+        more.
+        """
+        self.commons.leaving(session, token_count)
+        self._feed.evicted(session)
+        self.names.rename(session, GUESTS + session.uid.hex())
+        self.commons.stays(session, token_count)
+        dead = self.truncated(session, ((0, token_count),))
+        self._feed.fell(session)
         return dead
 
     def ended(self, session: Session, *, is_evicted: bool = False) -> list[Segment]:
@@ -585,9 +625,11 @@ class Ledger:
         if is_evicted:
             # Before the end, which forgets the session: an eviction leaves a ghost that a return is counted
             # by.
+            self.commons.leaving(session)
             self._feed.evicted(session)
         session.used(UseEvent.ENDED)
         uid = session.uid
+        self.commons.cut(session)
         # From here on a client may make a session of that name, while this one's record is being removed.
         self.names.forget(session)
         self.busiest.forget(uid)
@@ -1152,6 +1194,7 @@ class Ledger:
         is_last = session.use_count == 1
         # In this order: the policy ranks the session anew before the session is idle and may leave.
         if is_last:
+            self.commons.resting(session, now_s)
             self._feed.resting(session, now_s)
         session.used(UseEvent.LAST_ENDED if is_last else event)
         session.use_count -= 1

@@ -50,6 +50,7 @@ class Segment:
         "hold_count",
         "is_growing",
         "layout",
+        "lister_uid",
         "memory",
         "model_fingerprint",
         "past_hold_count",
@@ -100,6 +101,8 @@ class Segment:
         self.sums: list[Sums] = []
         self.reference_count = 0
         self.hold_count = self.past_hold_count = 0
+        self.lister_uid = b""
+        """A session that lists it and is likely to stay, of several that may; it may be gone."""
         self.counted_with: Residence | Kin | None = None
         """As `home`, but for a kin that has become a part of another."""
         self.memory: Slot | None = None

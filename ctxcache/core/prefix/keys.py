@@ -232,7 +232,11 @@ class PrefixIndex:
 
     def find_all(self, scope: Scope, key: bytes) -> Iterator[Entry]:
         """All entries under a key, the last first. The index must not change meanwhile."""
-        part, slot = self._key_slot(_stored(scope, key))
+        return self.find_stored(_stored(scope, key))
+
+    def find_stored(self, stored: bytes) -> Iterator[Entry]:
+        """As `find_all`, of a key as it is stored."""
+        part, slot = self._key_slot(stored)
         row = part[slot]
         while row != FREE:
             yield Entry(self._owners[row], self._counts[row])
