@@ -6,7 +6,7 @@ reservation asks for the generation that the last commit left: another writer of
 one thread at a time. Worst case: a store that does not answer holds the thread until the client's deadline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -30,11 +30,18 @@ ROOM_TOKENS = 2 * SEGMENT_TOKENS
 #
 # Room is asked for once in two segments, and what is left of it is given back at the end. Rows that are all
 # there get room at once, so that whoever looks at the session meanwhile sees that more is coming.
+Cutting = Callable[[SessionInfo, int], SessionInfo]
+"""Has a session keep its first tokens alone; returns it as it is then. Raises GenerationMismatch."""
+
+
 class SessionAppender:
     """Appends rows of `model` to a session that nobody else has changed since it was looked at."""
 
-    def __init__(self, client: Client, model: CallerModel, session: SessionInfo) -> None:
-        self._client, self._model = client, model
+    def __init__(
+        self, client: Client, model: CallerModel, session: SessionInfo, cutting: Cutting | None = None
+    ) -> None:
+        """`cutting`: in the place of a cut by the session's own call."""
+        self._client, self._model, self._cutting = client, model, cutting or self._cut
         self.session = session
         """The session as its last commit left it."""
         self.saved_count = 0
@@ -55,9 +62,7 @@ class SessionAppender:
         Raises what an append raises. `session` tells then how much is committed.
         """
         if self.kept_count is not None and runs:
-            self.session = self._client.sessions.open(self.session.name).keep_first(
-                self.kept_count, if_generation_match=self.session.generation
-            )
+            self.session = self._cutting(self.session, self.kept_count)
             self.kept_count = None
         self._ends = is_last
         while runs:
@@ -66,6 +71,10 @@ class SessionAppender:
             count = sum(map(len, first))
             self._coming_count = count + sum(map(len, runs))
             self._append_piece(staging, rows_of(first), count, scratch, is_last=is_last and not runs)
+
+    def _cut(self, session: SessionInfo, token_count: int) -> SessionInfo:
+        handle = self._client.sessions.open(session.name)
+        return handle.keep_first(token_count, if_generation_match=session.generation)
 
     def close(self) -> None:
         """Give back the room that was not used."""

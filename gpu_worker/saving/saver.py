@@ -44,7 +44,7 @@ from ctxcache.errors import (
 from ctxcache.format.model import ModelProbe, ModelSpec
 from ctxcache.format.streams import StateKind, Stream
 from gpu_worker.errors import DeviceFailed
-from gpu_worker.saving.appender import SessionAppender, scratch_for
+from gpu_worker.saving.appender import Cutting, SessionAppender, scratch_for
 from gpu_worker.saving.board import Board, Progress, SaveJob, Takers
 from gpu_worker.saving.device_ring import RING_BYTES, DeviceRing
 from gpu_worker.saving.staging import (
@@ -149,6 +149,7 @@ class Saver(Closing):
         thread_count: int = THREAD_COUNT,
         rounding: Callable[[int], Tensor | None] = lambda _layer: None,
         witness: Callable[[], Callable[[], None]] | None = None,
+        cutting: Cutting | None = None,
     ) -> None:
         """`copies`: how rows leave the device, by default as its kind does.
 
@@ -159,9 +160,11 @@ class Saver(Closing):
 
         `rounding`: how deltas are rounded, see Chain; with care, a pass waits for it.
 
+        `cutting` cuts a session before rows of other tokens; by default its own call does.
+
         Raises InvalidArgument for a stream that the model does not have.
         """
-        self._client, self._model = client, model
+        self._client, self._model, self._cutting = client, model, cutting
         if ring_bytes is None and device.type == "cuda":
             ring_bytes = RING_BYTES
         self._staging = StagingBuffers(
@@ -217,7 +220,7 @@ class Saver(Closing):
         with self._board.lock:
             if session.name in self._board.sessions:
                 raise InvalidArgument(field="session", problem=f"{session.name} is being saved")
-            lane = SessionAppender(self._client, self._model, session)
+            lane = SessionAppender(self._client, self._model, session, self._cutting)
             progress = self._board.sessions[session.name] = Progress(lane, ahead, unit_tokens)
             progress.is_finished = progress.is_closed = self._is_closing
 

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterator
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,33 +51,54 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def server(store: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """A server with the middleware, which asks for a key."""
-    place = tmp_path_factory.mktemp("server")
+def save_model(directory: Path, context: int = SHAPE["max_position_embeddings"]) -> None:
+    """Write a tiny model of this context, with its tokenizer, and the template beside it."""
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(place / "tiny")
-    give_tokenizer(place / "tiny", SHAPE["vocab_size"])
-    (place / "template.jinja").write_text(TEMPLATE)
+    LlamaForCausalLM(LlamaConfig(**{**SHAPE, "max_position_embeddings": context})).save_pretrained(directory)
+    give_tokenizer(directory, SHAPE["vocab_size"])
+    (directory / "template.jinja").write_text(TEMPLATE)
+
+
+def served(model: Path, log: Path, store: ServerProcess, *options: str, **settings: object) -> VllmServer:
+    """A server with the middleware, which asks for a key. Enter it, then `wait_until_used`."""
     transfer = {
         "kv_connector": "CtxcacheConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"target": store.target, "model_id": "tiny", "timeout_s": 60},
-    }
-    options = (
+        "kv_connector_extra_config": {
+            "target": store.target, "model_id": "tiny", "timeout_s": 60, **settings,
+        },
+    }  # fmt: skip
+    return VllmServer(
+        model,
+        log,
+        transfer,
         *("--no-enable-prefix-caching", "--enable-prompt-tokens-details", "--api-key", KEY),
-        *("--chat-template", str(place / "template.jinja")),
+        *("--chat-template", str(model / "template.jinja")),
         *("--middleware", "ctxcache.engines.vllm.AheadMiddleware"),
+        *options,
     )
-    with VllmServer(place / "tiny", place / "log", transfer, *options) as running:
-        end_s = time.monotonic() + CALL_S
-        while USED not in running.log:
-            assert time.monotonic() < end_s, running.log[-2000:]
-            time.sleep(0.05)
+
+
+def wait_until_used(server: VllmServer, count: int = 1) -> None:
+    """Wait until its log has said so often that it has a store."""
+    end_s = time.monotonic() + CALL_S
+    while server.log.count(USED) < count:
+        assert time.monotonic() < end_s, server.log[-2000:]
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def server(store: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """A server with the middleware."""
+    place = tmp_path_factory.mktemp("server")
+    save_model(place / "tiny")
+    with served(place / "tiny", place / "log", store) as running:
+        wait_until_used(running)
         yield running
 
 
-def _posted(server: VllmServer, path: str, body: dict[str, Any], key: str = KEY) -> tuple[int, str]:
+def posted(server: VllmServer, path: str, body: dict[str, Any], key: str = KEY) -> tuple[int, str]:
+    """Post a body; the answer's status and text."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=CALL_S)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     try:
@@ -87,10 +109,10 @@ def _posted(server: VllmServer, path: str, body: dict[str, Any], key: str = KEY)
         connection.close()
 
 
-def _chat(server: VllmServer, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+def chat(server: VllmServer, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
     """The reply: its text, and how many tokens of the prompt were restored. Streams are put together."""
     body = {"model": NAME, "messages": messages, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    status, text = _posted(server, "/v1/chat/completions", body | fields)
+    status, text = posted(server, "/v1/chat/completions", body | fields)
     assert status == HTTPStatus.OK, text
     if not fields.get("stream"):
         answer = json.loads(text)
@@ -102,36 +124,39 @@ def _chat(server: VllmServer, messages: list[dict[str, Any]], **fields: Any) -> 
     return {"text": "".join(delta.get("content") or "" for delta in deltas), "cached": 0}
 
 
-def _expected(server: VllmServer, messages: list[dict[str, Any]]) -> str:
+def expected(server: VllmServer, messages: list[dict[str, Any]]) -> str:
     """The reply computed from nothing, of a conversation that ends with it: nothing is computed behind it."""
     over = {"ends": True}
-    answer = _chat(server, messages, cache_salt=f"s{next(_salts)}", kv_transfer_params=over)
+    answer = chat(server, messages, cache_salt=f"s{next(_salts)}", kv_transfer_params=over)
     assert answer["cached"] == 0
     text: str = answer["text"]
     return text
 
 
-def _rendered(server: VllmServer, messages: list[dict[str, Any]]) -> list[int]:
-    status, text = _posted(server, "/tokenize", {"model": NAME, "messages": messages})
+def rendered(server: VllmServer, messages: list[dict[str, Any]]) -> list[int]:
+    """Token ids of messages, as the server renders them."""
+    status, text = posted(server, "/tokenize", {"model": NAME, "messages": messages})
     assert status == HTTPStatus.OK, text
     tokens: list[int] = json.loads(text)["tokens"]
     return tokens
 
 
-def _words(seed: int, count: int) -> str:
+def words(seed: int, count: int) -> str:
+    """A text of so many tokens."""
     return " ".join(f"t{(31 * seed + 7 * i * i) % 480 + 10}" for i in range(count))
 
 
-def _chain(seed: int) -> list[dict[str, Any]]:
+def chain(seed: int, result: int = 150) -> list[dict[str, Any]]:
     """A user's question, a thought with a call, and what the tool said: the thought is behind no user."""
     return [
-        {"role": "user", "content": _words(seed, 40)},
-        {"role": "assistant", "content": _words(seed + 1, 6), "reasoning_content": _words(seed + 2, 20)},
-        {"role": "tool", "content": _words(seed + 3, 150), "tool_call_id": "1"},
+        {"role": "user", "content": words(seed, 40)},
+        {"role": "assistant", "content": words(seed + 1, 6), "reasoning_content": words(seed + 2, 20)},
+        {"role": "tool", "content": words(seed + 3, result), "tool_call_id": "1"},
     ]
 
 
-def _passes(server: VllmServer, outcome: str) -> float:
+def passes(server: VllmServer, outcome: str) -> float:
+    """How many passes ended so."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=CALL_S)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
@@ -140,9 +165,10 @@ def _passes(server: VllmServer, outcome: str) -> float:
     return sum(map(float, re.findall(pattern, text, re.MULTILINE)))
 
 
-def _wait_for_a_pass(server: VllmServer, outcome: str, before: float) -> None:
+def wait_for_a_pass(server: VllmServer, outcome: str, before: float) -> None:
+    """Wait until one more has ended so."""
     end_s = time.monotonic() + WAIT_S
-    while _passes(server, outcome) <= before:
+    while passes(server, outcome) <= before:
         assert time.monotonic() < end_s, server.log[-3000:]
         time.sleep(0.05)
 
@@ -152,60 +178,60 @@ def test_stripped_thoughts_cost_the_next_request_nothing(
     server: VllmServer, store: ServerProcess, *, is_stream: bool
 ) -> None:
     """All whole blocks of the next prompt but the user's message come from the store; the reply is right."""
-    name, chain = f"stripped-{is_stream}", _chain(100 + 10 * is_stream)
-    before = _passes(server, "computed")
-    reply = _chat(server, chain, session_id=name, stream=is_stream)
-    assert reply["text"] == _expected(server, chain)
-    _wait_for_a_pass(server, "computed", before)
+    name, messages = f"stripped-{is_stream}", chain(100 + 10 * is_stream)
+    before = passes(server, "computed")
+    reply = chat(server, messages, session_id=name, stream=is_stream)
+    assert reply["text"] == expected(server, messages)
+    wait_for_a_pass(server, "computed", before)
     following = [
-        *chain,
+        *messages,
         {"role": "assistant", "content": reply["text"]},
         {"role": "user", "content": "t11 t12"},
     ]
-    stable = len(_rendered(server, following)) - 4
-    answer = _chat(server, following, session_id=name)
+    stable = len(rendered(server, following)) - 4
+    answer = chat(server, following, session_id=name)
     assert answer["cached"] >= stable // BLOCK * BLOCK - BLOCK
-    assert answer["text"] == _expected(server, following)
+    assert answer["text"] == expected(server, following)
     with ctxcache.connect(store.target) as client:
         assert client.sessions.get(f"sessions/{name}").token_count >= stable // BLOCK * BLOCK
 
 
 def test_where_nothing_is_stripped_nothing_is_computed(server: VllmServer) -> None:
     """A conversation without thoughts goes on where it was."""
-    before = _passes(server, "nothing to do")
-    _chat(server, [{"role": "user", "content": _words(200, 90)}], session_id="plain")
-    _wait_for_a_pass(server, "nothing to do", before)
+    before = passes(server, "nothing to do")
+    chat(server, [{"role": "user", "content": words(200, 90)}], session_id="plain")
+    wait_for_a_pass(server, "nothing to do", before)
 
 
 def test_a_client_says_what_it_will_send_next(server: VllmServer) -> None:
     """An agent prunes a tool's result: the request behind that finds its prompt."""
-    chain = _chain(300)
-    before = _passes(server, "computed")
-    _chat(server, chain, session_id="pruned")
-    _wait_for_a_pass(server, "computed", before)
+    messages = chain(300)
+    before = passes(server, "computed")
+    chat(server, messages, session_id="pruned")
+    wait_for_a_pass(server, "computed", before)
     pruned = [
-        chain[0],
-        {"role": "assistant", "content": _words(301, 120)},
+        messages[0],
+        {"role": "assistant", "content": words(301, 120)},
         {"role": "user", "content": "t20"},
     ]
-    before = _passes(server, "computed")
+    before = passes(server, "computed")
     fields = {"model": NAME, "messages": pruned, "session_id": "pruned"}
-    status, text = _posted(server, "/v1/ctxcache/next", fields)
-    tokens = len(_rendered(server, pruned))
+    status, text = posted(server, "/v1/ctxcache/next", fields)
+    tokens = len(rendered(server, pruned))
     assert (status, json.loads(text)) == (HTTPStatus.ACCEPTED, {"token_count": tokens})
-    _wait_for_a_pass(server, "computed", before)
-    answer = _chat(server, pruned, session_id="pruned")
+    wait_for_a_pass(server, "computed", before)
+    answer = chat(server, pruned, session_id="pruned")
     assert answer["cached"] >= (tokens - 1) // BLOCK * BLOCK
-    assert answer["text"] == _expected(server, pruned)
+    assert answer["text"] == expected(server, pruned)
 
 
 def test_who_may_not_ask_the_server_has_nothing_computed(server: VllmServer) -> None:
     """A wrong key is refused as by the server itself; so is a body that is none."""
-    fields = {"model": NAME, "messages": _chain(400)}
-    before = _passes(server, "computed")
-    assert _posted(server, "/v1/ctxcache/next", fields, key="wrong")[0] == HTTPStatus.UNAUTHORIZED
-    assert _posted(server, "/v1/chat/completions", fields, key="wrong")[0] == HTTPStatus.UNAUTHORIZED
+    fields = {"model": NAME, "messages": chain(400)}
+    before = passes(server, "computed")
+    assert posted(server, "/v1/ctxcache/next", fields, key="wrong")[0] == HTTPStatus.UNAUTHORIZED
+    assert posted(server, "/v1/chat/completions", fields, key="wrong")[0] == HTTPStatus.UNAUTHORIZED
     for wrong in ({"model": NAME}, {"model": NAME, "messages": []}, {"model": NAME, "messages": "x"}):
-        assert _posted(server, "/v1/ctxcache/next", wrong)[0] == HTTPStatus.BAD_REQUEST
-    assert _posted(server, "/v1/ctxcache/next", fields | {"model": "none"})[0] == HTTPStatus.NOT_FOUND
-    assert _passes(server, "computed") == before
+        assert posted(server, "/v1/ctxcache/next", wrong)[0] == HTTPStatus.BAD_REQUEST
+    assert posted(server, "/v1/ctxcache/next", fields | {"model": "none"})[0] == HTTPStatus.NOT_FOUND
+    assert passes(server, "computed") == before

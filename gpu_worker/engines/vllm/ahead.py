@@ -4,7 +4,7 @@
 
 ```
    a chat request ends ──► what was asked and said ──► queue
-   nobody is served    ──► rendered: as it was computed, and with a user's next message
+   nobody is served    ──► rendered: as it was computed, and with the next message, of a user or a tool
                            they part before many tokens? one completion of max_tokens=1 for the new rendering
    a request comes     ──► that completion is aborted; what its steps computed stays
 ```
@@ -12,6 +12,7 @@
 All of it goes by the server's own API, through the application that is behind this middleware: its renderer,
 its authorization with the caller's own headers, its connector, which saves the rows. No template is known by
 name: the conversation is rendered with two different next messages, and what both begin with is computed.
+Where its effort level or its tools were others of late, it is rendered by those that were the usual ones.
 `POST /v1/ctxcache/next` takes the messages that a client will send next, where no rendering
 can foresee them: an agent that prunes or compacts.
 
@@ -33,22 +34,33 @@ from typing import Any, NamedTuple
 
 import prometheus_client
 
+from gpu_worker.engines.conversations import (
+    CHAT,
+    MOST_BODY_BYTES,
+    PATHS,
+    THOUGHTS,
+    WAYS,
+    Fields,
+    Reply,
+    as_sent,
+    chat_fields,
+    goes_on,
+    way_of,
+)
+from gpu_worker.engines.next_prompts import UsualWays, common_count, possible_nexts
 from gpu_worker.planning.ahead import GAVE_WAY, AheadCounts, AheadQueue, AheadTally
 
 log = logging.getLogger("vllm.ctxcache")
 
-# Any: messages of ASGI, and what callers put into JSON.
+# Any: messages of ASGI.
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Fields = dict[str, Any]
 
-CHAT, COMPLETIONS, NEXT = "/v1/chat/completions", "/v1/completions", "/v1/ctxcache/next"
+COMPLETIONS, NEXT = "/v1/completions", "/v1/ctxcache/next"
 RENDER, TOKENIZE = f"{CHAT}/render", "/tokenize"
-MOST_BODY_BYTES = 16 << 20
-"""A larger request or reply is passed on, and nothing is computed ahead for it."""
 MOST_WAITING = 32
 LEAST_TOKENS = 64
 """Where fewer differ, the turn computes them as soon as a pass would have begun."""
@@ -61,7 +73,6 @@ _TOKENIZED = (
     *("chat_template", "chat_template_kwargs", "tools", "mm_processor_kwargs", "media_io_kwargs"),
 )
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "root_path", "client", "server", "app")
-_NEXT_MESSAGES = ({"role": "user", "content": "a"}, {"role": "user", "content": "b"})
 
 PASSES = prometheus_client.Counter(
     "vllm:ctxcache_ahead_passes", "Conversations that were to be computed ahead, by outcome.", ["outcome"]
@@ -79,6 +90,10 @@ class Asked(NamedTuple):
     """None where `body` is what the client will send next."""
     scope: Scope
     """The caller's request, to ask as it did."""
+    usual: Fields
+    """The fields by which the conversation's history is rendered as a rule."""
+    prompt_count: int | None
+    """Tokens of the prompt, where the reply said it."""
     aborted: asyncio.Event
     """Set where a caller comes while the server is asked."""
 
@@ -97,8 +112,9 @@ class AheadMiddleware:
     def __init__(self, app: App) -> None:
         self.app = app
         self._queue: AheadQueue[Asked] = AheadQueue(most_waiting=MOST_WAITING)
-        self._tally, self._shown = AheadTally(), AheadCounts()
+        self._tally, self._shown, self._told = AheadTally(), AheadCounts(), AheadCounts()
         self._held: OrderedDict[str, array[int]] = OrderedDict()
+        self._usual: UsualWays[Fields] = UsualWays()
         self._served_count = 0
         self._changed = asyncio.Event()
         self._aborted = asyncio.Event()
@@ -113,9 +129,9 @@ class AheadMiddleware:
             await self.app(scope, receive, send)
         elif path == NEXT:
             await self._take_next(scope, receive, send)
-        elif path == CHAT:
+        elif path in PATHS:
             with self._serving():
-                await self._chat(scope, receive, send)
+                await self._converse(scope, receive, send)
         elif path.endswith("/render") or not path.startswith("/v1/"):
             # It costs the engine nothing.
             await self.app(scope, receive, send)
@@ -136,30 +152,32 @@ class AheadMiddleware:
             self._served_count -= 1
             self._changed.set()
 
-    async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _converse(self, scope: Scope, receive: Receive, send: Send) -> None:
         messages, data = await _read(receive)
-        body = _fields(data)
+        body = chat_fields(data)
         if body is not None:
-            name = _name(body, scope)
-            self._queue.turn_begins(name, time.monotonic())
+            self._queue.turn_begins(_name(body, scope), time.monotonic())
         reply = Reply()
 
         async def sent(message: Message) -> None:
-            reply.add(message)
+            _add(reply, message)
             await send(message)
 
         await self.app(scope, _replayed(messages, receive), sent)
         said = reply.message()
-        if body is not None and said is not None and _goes_on(body):
-            self._offer(Asked(body, said, scope, asyncio.Event()))
+        if body is not None and said is not None and goes_on(body):
+            usual = self._usual.asked(_name(body, scope), way_of(body))
+            said = as_sent(said, body["messages"])
+            self._offer(Asked(body, said, scope, usual, reply.prompt_count, asyncio.Event()))
 
     async def _take_next(self, scope: Scope, receive: Receive, send: Send) -> None:
         _, data = await _read(receive)
-        body = _fields(data)
+        body = chat_fields(data)
         if body is None:
-            await _answer(send, HTTPStatus.BAD_REQUEST, "the body is no JSON object with `messages`")
+            problem = "the body is no JSON object with `messages`, or with `input` of texts, calls and tools"
+            await _answer(send, HTTPStatus.BAD_REQUEST, problem)
             return
-        asked = Asked(body, None, scope, asyncio.Event())
+        asked = Asked(body, None, scope, way_of(body), None, asyncio.Event())
         try:
             # Before it is taken: whoever may not ask the server has nothing computed.
             tokens = await self._rendered(asked, body)
@@ -204,20 +222,12 @@ class AheadMiddleware:
             computed, following = list[int](), await self._rendered(asked, asked.body)
         else:
             prompt = await self._rendered(asked, asked.body)
+            if asked.prompt_count not in (None, len(prompt)):
+                return "rendered otherwise"
             self._account(name, prompt)
-            messages = [*asked.body["messages"], asked.reply]
-            # As it was computed: the reply at the end of the prompt, with all that belongs to it.
-            open_end = {"add_generation_prompt": False, "continue_final_message": True}
-            computed = prompt
-            with suppress(Refused):
-                spoken = await self._rendered(asked, asked.body | {"messages": messages} | open_end)
-                computed = spoken if spoken[: len(prompt)] == prompt else prompt
-            first, second = [
-                await self._rendered(asked, asked.body | {"messages": [*messages, message]})
-                for message in _NEXT_MESSAGES
-            ]
-            following = first[: _common_count(first, second)]
-        common = _common_count(computed, following)
+            computed = await self._computed(asked, prompt, asked.reply)
+            following = await self._following(asked, asked.reply)
+        common = common_count(computed, following)
         differing = len(following) - common
         if differing < LEAST_TOKENS or not self._queue.is_worth(differing, differing):
             return "nothing to do"
@@ -230,10 +240,31 @@ class AheadMiddleware:
         self._show_counts()
         return "computed"
 
+    async def _computed(self, asked: Asked, prompt: list[int], reply: Fields) -> list[int]:
+        """What is computed of prompt and reply, as far as it can be told without the engine's tokens."""
+        # How the model itself wrote its calls, only their parser has seen.
+        spoken = {name: value for name, value in reply.items() if name != "tool_calls"}
+        open_end = {"add_generation_prompt": False, "continue_final_message": True}
+        with suppress(Refused):
+            messages = [*asked.body["messages"], spoken]
+            rendered = await self._rendered(asked, asked.body | {"messages": messages} | open_end)
+            if rendered[: len(prompt)] == prompt:
+                return rendered
+        return prompt
+
+    async def _following(self, asked: Asked, reply: Fields) -> list[int]:
+        """What the next prompt begins with. Raises Refused."""
+        body = {name: value for name, value in asked.body.items() if name not in WAYS} | asked.usual
+        first, second = [
+            await self._rendered(asked, body | {"messages": [*asked.body["messages"], reply, *following]})
+            for following in possible_nexts(reply)
+        ]
+        return first[: common_count(first, second)]
+
     def _account(self, name: str, prompt: Sequence[int]) -> None:
         """A conversation is back: count what of its tokens was computed ahead."""
         held = self._held.pop(name, None)
-        self._tally.returned(name, 0 if held is None else _common_count(held, prompt))
+        self._tally.returned(name, 0 if held is None else common_count(held, prompt))
         self._show_counts()
 
     def _show_counts(self) -> None:
@@ -259,10 +290,21 @@ class AheadMiddleware:
     async def _compute(self, asked: Asked, prompt: list[int]) -> None:
         """Have the engine compute a prompt. Raises Refused, also where a caller came first."""
         body = {key: asked.body[key] for key in _KEPT_FIELDS if asked.body.get(key) is not None}
-        given = asked.body.get("kv_transfer_params")
-        if isinstance(given, dict):
-            body["kv_transfer_params"] = {k: v for k, v in given.items() if k in ("session_id", "labels")}
-        body |= {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+        given, counts = asked.body.get("kv_transfer_params"), self._tally.counts
+        kept = given if isinstance(given, dict) else {}
+        told = {key: kept[key] for key in ("session_id", "labels") if key in kept}
+        told["kv_hints"] = _hint(self._told, counts)
+        body |= {"kv_transfer_params": told, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        try:
+            await self._completed(asked, body)
+        except Refused:
+            # One that is aborted has told its hint as well.
+            if asked.aborted.is_set():
+                self._told = counts
+            raise
+        self._told = counts
+
+    async def _completed(self, asked: Asked, body: Fields) -> None:
         if self._has_priorities:
             try:
                 await self._asked(COMPLETIONS, asked, body | {"priority": LOW_PRIORITY})
@@ -310,55 +352,15 @@ class AheadMiddleware:
         return answer
 
 
-class Reply:
-    """The reply of a chat request, put together from what is sent to its client."""
-
-    def __init__(self) -> None:
-        self._status, self._is_stream, self._is_over = 0, False, False
-        self._data = bytearray()
-
-    def add(self, message: Message) -> None:
-        """Take a message of ASGI."""
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-            headers = {name.lower(): value for name, value in message.get("headers", ())}
-            self._is_stream = b"event-stream" in headers.get(b"content-type", b"")
-        elif len(self._data) <= MOST_BODY_BYTES:
-            self._data += message.get("body", b"")
-            self._is_over = not message.get("more_body", False)
-
-    def message(self) -> Fields | None:
-        """The assistant's message; None where there is none, where it calls tools, or where it broke off."""
-        if self._status != HTTPStatus.OK or not self._is_over or len(self._data) > MOST_BODY_BYTES:
-            return None
-        with suppress(ValueError, KeyError, TypeError, AttributeError, IndexError):
-            return (
-                self._from_stream() if self._is_stream else _said([json.loads(bytes(self._data))], "message")
-            )
-        return None
-
-    def _from_stream(self) -> Fields | None:
-        lines = bytes(self._data).decode().splitlines()
-        events = [line.removeprefix("data:").strip() for line in lines if line.startswith("data:")]
-        return _said([json.loads(event) for event in events if event != "[DONE]"], "delta")
-
-
-def _said(parts: Sequence[Fields], where: str) -> Fields | None:
-    """The one choice of a reply, as its client sends it back. None during a chain of tools."""
-    texts: dict[str, str] = {}
-    ended = ""
-    for part in parts:
-        for choice in part.get("choices", ()):
-            if choice.get("index", 0):
-                return None
-            given = choice.get(where) or {}
-            if given.get("tool_calls"):
-                return None
-            for key in ("content", "reasoning", "reasoning_content"):
-                if isinstance(given.get(key), str):
-                    texts[key] = texts.get(key, "") + given[key]
-            ended = choice.get("finish_reason") or ended
-    return {"role": "assistant", "content": "", **texts} if ended in ("stop", "length") else None
+def _add(reply: Reply, message: Message) -> None:
+    """Tell a reply a message of ASGI."""
+    if message["type"] == "http.response.start":
+        headers = {name.lower(): value for name, value in message.get("headers", ())}
+        reply.begin(message["status"], headers.get(b"content-type", b"").decode(errors="replace"))
+        return
+    reply.add(message.get("body", b""))
+    if not message.get("more_body", False):
+        reply.end()
 
 
 async def _read(receive: Receive) -> tuple[list[Message], bytes]:
@@ -383,25 +385,13 @@ def _replayed(messages: list[Message], receive: Receive) -> Receive:
     return again
 
 
-def _fields(data: bytes) -> Fields | None:
-    """The fields of a chat request; None where it is none that could go on."""
-    if len(data) > MOST_BODY_BYTES:
-        return None
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    is_chat = isinstance(body, dict) and isinstance(body.get("messages"), list) and body["messages"]
-    return body if is_chat else None
-
-
 def _to_tokenize(body: Fields) -> Fields:
     """The fields of a chat request on which its prompt depends, as `/tokenize` takes them."""
     told = {key: body[key] for key in _TOKENIZED if body.get(key) is not None}
     # A chat request takes both names of a thought, and a template is given the one.
     told["messages"] = [
-        {**message, "reasoning": message["reasoning_content"]}
-        if isinstance(message, dict) and message.get("reasoning_content") and not message.get("reasoning")
+        {**message, THOUGHTS[0]: message[THOUGHTS[1]]}
+        if message.get(THOUGHTS[1]) and not message.get(THOUGHTS[0])
         else message
         for message in body["messages"]
     ]
@@ -413,11 +403,15 @@ def _to_tokenize(body: Fields) -> Fields:
     return told
 
 
-def _goes_on(body: Fields) -> bool:
-    """Whether there is one reply, behind which the client may write."""
-    given = body.get("kv_transfer_params")
-    is_over = isinstance(given, dict) and bool(given.get("ends") or given.get("do_remote_decode"))
-    return not is_over and body.get("n") in (None, 1) and not body.get("continue_final_message")
+def _hint(told: AheadCounts, counts: AheadCounts) -> Fields:
+    """The hint by which the connector has the store add up what was counted since the last one."""
+    payload = {
+        "computed_token_count": counts.computed_token_count - told.computed_token_count,
+        "used_token_count": counts.used_token_count - told.used_token_count,
+        "wasted_token_count": counts.wasted_token_count - told.wasted_token_count,
+    }
+    action = {"action_id": "", "action_type": "ahead", "action_version": "1", "payload": payload}
+    return {"protocol_version": "1", "message_id": "", "actions": [action]}
 
 
 def _name(body: Mapping[str, Any], scope: Scope) -> str:
@@ -430,11 +424,6 @@ def _name(body: Mapping[str, Any], scope: Scope) -> str:
         return f"named {named}"
     beginning = json.dumps(body["messages"][:2], sort_keys=True)
     return hashlib.sha256(beginning.encode(errors="surrogatepass")).hexdigest()
-
-
-def _common_count(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 async def _answer(send: Send, status: int, problem: str, **facts: int) -> None:

@@ -1,8 +1,9 @@
 """Finds what the store has of a prompt, in threads: each rank's session, which is made where there is none.
 
-    named, there      its tokens are read          ─┐
-    not there         a session is made            ─┼─► Opened: what all ranks have of the prompt
-    made just now     begins with what others have ─┘
+    named, there      its tokens are read               ─┐
+    parts early       goes on in its former rendering    ├─► Opened: what all ranks have of the prompt
+    not there         a session is made                  │
+    made just now     begins with what others have      ─┘
 
     handed over          the session of the engine that computed it, as far as its tokens are the prompt's
     still being saved    Coming: ask again, while the caller may wait
@@ -33,6 +34,7 @@ from ctxcache.errors import (
 from ctxcache.format.streams import Stream
 from gpu_worker.engines.link import GONE
 from gpu_worker.engines.names import part_of
+from gpu_worker.engines.renderings import Renderings
 from gpu_worker.engines.vllm.counts import Misses
 from gpu_worker.engines.vllm.handover import HandOver
 from gpu_worker.engines.vllm.plan import Opened
@@ -84,6 +86,7 @@ class Lookup:
     def __init__(self, settings: ConnectorSettings, role: Role, unit_tokens: int, misses: Misses) -> None:
         """`unit_tokens`: sessions are cut after a multiple of so many tokens."""
         self._saved, self._role, self._unit_tokens, self._misses = settings.saved, role, unit_tokens, misses
+        self._renderings = settings.renderings
         self.engine_host = get_ip()
         """As routers call the engine."""
         self._ttl = None if settings.ttl_s is None else timedelta(seconds=settings.ttl_s)
@@ -138,6 +141,8 @@ class Lookup:
             else:
                 is_being_appended |= session.is_being_appended
                 session, ids = self._read(client, model, session)
+                if asked.is_shared and self._role.saves and not session.is_being_appended:
+                    session, ids = self._switched(client, model, session, ids, asked.prompt)
             sessions.append(session)
             tokens.append(ids)
             common = min(common, _common_count(ids, asked.prompt))
@@ -229,6 +234,16 @@ class Lookup:
 
     def _source_of(self, handed: HandOver | None) -> str:
         return handed.engine_host if handed is not None and self._is_elsewhere(handed) else ""
+
+    def _switched(
+        self, client: Client, model: CallerModel, session: SessionInfo, ids: list[int], prompt: list[int]
+    ) -> tuple[SessionInfo, list[int]]:
+        """The session and its tokens: those of its former rendering, where that has more of the prompt."""
+        common = _common_count(ids, prompt)
+        renderings = Renderings(client, model, kept=self._renderings)
+        if common == min(len(ids), len(prompt)) or not renderings.is_elsewhere(session, prompt, common):
+            return session, ids
+        return self._read(client, model, renderings.switched(session, prompt, common))
 
     def _wanted_count(self, prompt: Sequence[int]) -> int:
         """Tokens of a prompt that can be of use: its last one is computed."""

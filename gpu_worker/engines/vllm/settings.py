@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -28,6 +28,7 @@ from ctxcache.format.ids import MODEL_ID, Labels, checked_labels
 from ctxcache.format.model import ModelSpec, id_of_version, with_version
 from ctxcache.format.streams import DType, StateKind, Stream, StreamSpec
 from gpu_worker.engines.link import Level, ModelId, Refused, Seconds, StoreLink, StoreSettings
+from gpu_worker.engines.renderings import KEPT, MOST_KEPT
 from gpu_worker.engines.vllm.plan import BlockLayout
 from gpu_worker.forms.rows import row_dtype
 from gpu_worker.model.spec import DescribedModel, describe_directory, digest_checkpoint
@@ -101,6 +102,8 @@ class ConnectorSettings(StoreSettings):
     """Whether a request may begin with what other sessions have, and one that names no session is saved."""
     labels: SessionLabels = ()
     """Of each session that the connector makes, beside those that its request says."""
+    renderings: Annotated[int, Field(ge=0, le=MOST_KEPT)] = KEPT
+    """How many former renderings of an edited conversation stay."""
     restore_timeout_s: Seconds = 5.0
     """How long a request may wait for its rows, while the store answers.
 

@@ -25,6 +25,7 @@ from ctxcache.client.types import HintAction
 from ctxcache.errors import CacheError, CorruptSegment, DeadlineExceeded, SessionNotFound
 from ctxcache.format.streams import TOKENS, Stream
 from gpu_worker.engines.link import Bringing
+from gpu_worker.engines.renderings import Renderings
 from gpu_worker.engines.vllm.counts import Misses
 from gpu_worker.engines.vllm.engine_blocks import EngineBlocks
 from gpu_worker.engines.vllm.hidden_rows import HiddenRows
@@ -446,7 +447,11 @@ class WorkerSide:
         if use is not None and self._saver is None:
             client, model = use
             streams = streams_of(model, self._settings.saved)
-            self._saver = Saver(client, model, streams, device=state.device, witness=self._witness)
+            # What a session has behind the first token that differs is kept for a switch back.
+            cutting = Renderings(client, model, kept=self._settings.renderings).cut
+            self._saver = Saver(
+                client, model, streams, device=state.device, witness=self._witness, cutting=cutting
+            )
             state.follow(self._saver)
         return self._saver if use is not None else None
 

@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 
+from gpu_worker.engines.conversations import CHAT, MOST_BODY_BYTES, RESPONSES, Reply, chat_fields
 from gpu_worker.engines.vllm.ahead import (
-    CHAT,
     COMPLETIONS,
-    MOST_BODY_BYTES,
     NEXT,
     RENDER,
     TOKENIZE,
     AheadMiddleware,
     Message,
     Receive,
-    Reply,
     Scope,
     Send,
 )
@@ -42,6 +40,12 @@ class App:
         self.holds.set()
         self.is_computing = asyncio.Event()
         self.reply: dict[str, Any] = {"content": "answer", "reasoning": THOUGHT}
+        self.finish = "stop"
+        self.usage: dict[str, Any] = {}
+        self.items: list[dict[str, Any]] = [
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": THOUGHT}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "answer"}]},
+        ]
         self.is_stream, self.renders = False, True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,17 +55,24 @@ class App:
         self.asked.append((path, body))
         if dict(scope["headers"]).get(b"authorization") != b"Bearer key":
             return await self._say(send, 401, {})
-        if path == RENDER:
-            facts = {"token_ids": self._tokens(body)} if self.renders else {}
-            return await self._say(send, 200 if self.renders else 403, facts)
-        if path == TOKENIZE:
-            return await self._say(send, 200, {"tokens": self._tokens(body)})
+        if path in (RENDER, TOKENIZE):
+            return await self._say(send, *self._told_tokens(path, body))
         if path == COMPLETIONS:
             if body.get("priority") and not self.has_priorities:
                 return await self._say(send, 400, {})
             return await self._compute(body, receive, send)
-        choice = {"index": 0, "message": self.reply, "delta": self.reply, "finish_reason": "stop"}
-        return await self._say(send, 200, {"choices": [choice]})
+        if path == RESPONSES:
+            response = {"object": "response", "status": "completed", "output": self.items}
+            whole = {**response, "usage": self.usage}
+            event = {"type": "response.completed", "response": whole}
+            return await self._say(send, 200, event if self.is_stream else whole)
+        choice = {"index": 0, "message": self.reply, "delta": self.reply, "finish_reason": self.finish}
+        return await self._say(send, 200, {"choices": [choice], "usage": self.usage})
+
+    def _told_tokens(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if path == TOKENIZE:
+            return 200, {"tokens": self._tokens(body)}
+        return (200, {"token_ids": self._tokens(body)}) if self.renders else (403, {})
 
     async def _compute(self, body: dict[str, Any], receive: Receive, send: Send) -> None:
         self.is_computing.set()
@@ -78,17 +89,25 @@ class App:
         return await self._say(send, 200, {})
 
     def _tokens(self, body: dict[str, Any]) -> list[int]:
+        if effort := (body.get("chat_template_kwargs") or {}).get("reasoning_effort"):
+            body = body | {"reasoning_effort": effort}
         users = [i for i, message in enumerate(body["messages"]) if message["role"] == "user"]
         text = ""
         for i, message in enumerate(body["messages"]):
             thought = message.get("reasoning", "") if i > users[-1] else ""
-            text += f"<{message['role']}>{thought}{message['content']}"
+            content = message.get("content") or ""
+            if not isinstance(content, str):
+                content = "".join(part["text"] for part in content)
+            text += f"<{message['role']}>{thought}{content}"
+            for call in message.get("tool_calls", ()):
+                text += f"[{call['function']['name']} {call['function']['arguments']}]"
+        text = f"<{body.get('reasoning_effort', '')}>{text}" if "reasoning_effort" in body else text
         return [*map(ord, text + ("<assistant>" if body.get("add_generation_prompt", True) else ""))]
 
     async def _say(self, send: Send, status: int, answer: dict[str, Any]) -> None:
         data = json.dumps(answer).encode()
         kind = b"application/json"
-        if self.is_stream and "choices" in answer:
+        if self.is_stream and ("choices" in answer or "response" in answer):
             data, kind = b"data: " + data + b"\n\ndata: [DONE]\n\n", b"text/event-stream; charset=utf-8"
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
         half = len(data) // 2
@@ -131,7 +150,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def _body(text: str = "q" * 90, **fields: Any) -> dict[str, Any]:
     """A chain: the thought stays until the user writes again."""
-    chain = [
+    chain: list[dict[str, Any]] = [
         {"role": "user", "content": text},
         {"role": "assistant", "content": "call", "reasoning": THOUGHT},
         {"role": "tool", "content": "r" * 200},
@@ -189,13 +208,13 @@ async def test_a_caller_comes_first() -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        {"content": "", "tool_calls": [{"id": "1"}]},
+        {"content": "", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
         {"content": "answer"},
     ],
-    ids=["a chain goes on", "nothing is stripped"],
+    ids=["a short call", "nothing is stripped"],
 )
 async def test_nothing_is_computed_where_nothing_will_differ(reply: dict[str, Any]) -> None:
-    """Within a chain of tools, and where the next prompt is what was computed."""
+    """Behind a short call within a chain, and where the next prompt is what was computed."""
     app = App()
     app.reply = reply
     middleware = AheadMiddleware(app)
@@ -205,6 +224,163 @@ async def test_nothing_is_computed_where_nothing_will_differ(reply: dict[str, An
     for _ in range(50):
         await asyncio.sleep(0)
     assert not app.computed
+
+
+ARGUMENTS = json.dumps({"city": "Oslo" * 30})
+
+
+def _calling(app: App) -> None:
+    """Its reply calls a tool, whose arguments are long."""
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
+    app.finish = "tool_calls"
+    app.reply = {"content": None, "reasoning": THOUGHT, "tool_calls": [call]}
+    app.items = [
+        app.items[0],
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": ARGUMENTS},
+    ]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+async def test_a_call_is_computed_as_the_template_writes_it(*, path: str, is_stream: bool) -> None:
+    """While the tool works: only the parser saw how the model wrote it. The thought stays in the chain."""
+    app = App()
+    _calling(app)
+    app.is_stream = is_stream
+    middleware = AheadMiddleware(app)
+    question = {"role": "user", "content": "q" * 90}
+    body = {"model": "m", "messages" if path == CHAT else "input": [question]}
+    await _post(middleware, body, path)
+    await _until(lambda: bool(app.computed))
+    text = "".join(map(chr, app.computed[0]))
+    assert text == f"<user>{'q' * 90}<assistant>{THOUGHT}[f {ARGUMENTS}]<tool>"
+
+
+def _responses_body(**fields: Any) -> dict[str, Any]:
+    """The same chain as that of `_body`, in items."""
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "q" * 90}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": THOUGHT}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "r" * 200},
+    ]
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    return {
+        "model": "m",
+        "instructions": "be",
+        "input": items,
+        "tools": [tool],
+        "session_id": "alice",
+        **fields,
+    }
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("renders", [False, True], ids=["tokenizes", "renders"])
+async def test_responses_are_conversations_too(*, is_stream: bool, renders: bool) -> None:
+    """Items become the messages of the same prompt; the reply's own count of its tokens is compared."""
+    app = App()
+    app.is_stream, app.renders = is_stream, renders
+    text = f"<system>be<user>{'q' * 90}<assistant>{THOUGHT}[f {{}}]<tool>{'r' * 200}<assistant>"
+    app.usage = {"input_tokens": len(text)}
+    middleware = _without_pauses(app)
+    app.usage = {"input_tokens": len(text) + 1}
+    await _post(middleware, _responses_body(stream=is_stream), RESPONSES)
+    await _until(lambda: middleware._queue.is_idle)
+    assert not app.computed
+    app.usage = {"input_tokens": len(text)}
+    await _post(middleware, _responses_body(stream=is_stream), RESPONSES)
+    await _until(lambda: bool(app.computed))
+    text = f"<system>be<user>{'q' * 90}<assistant>[f {{}}]<tool>{'r' * 200}<assistant>answer<user>"
+    assert "".join(map(chr, app.computed[0])) == text
+    told = next(body for path, body in app.asked if path == (RENDER if renders else TOKENIZE))
+    assert told["tools"] == [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"previous_response_id": "resp_1"},
+        {"tools": [{"type": "web_search"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}]},
+        {"input": [{"type": "function_call"}]},
+        {"input": 7},
+        {"input": [7]},
+        {"input": []},
+        {"reasoning": 7},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_items_of_other_shapes_are_left_alone(fields: dict[str, Any]) -> None:
+    """Their requests are served as without this."""
+    assert chat_fields(json.dumps(_responses_body()).encode()) is not None
+    assert chat_fields(json.dumps(_responses_body(**fields)).encode()) is None
+
+
+async def test_a_client_that_sends_no_thoughts_back_is_known() -> None:
+    """By its own earlier messages: within a chain the template would keep what it was sent."""
+    app = App()
+    _calling(app)
+    middleware = AheadMiddleware(app)
+    body = _body()
+    del body["messages"][1]["reasoning"]
+    await _post(middleware, body)
+    await _until(lambda: bool(app.computed))
+    text = "".join(map(chr, app.computed[0]))
+    assert text == f"<user>{'q' * 90}<assistant>call<tool>{'r' * 200}<assistant>[f {ARGUMENTS}]<tool>"
+
+
+@pytest.mark.parametrize("renders", [False, True], ids=["tokenizes", "renders"])
+async def test_the_usual_effort_is_rendered(*, renders: bool) -> None:
+    """A switch for one question changes the prompt's begin: the next is rendered as the others were."""
+    app = App()
+    app.renders = renders
+    app.reply = {"content": "answer"}
+    middleware = _without_pauses(app)
+    messages = [{"role": "user", "content": "q" * 90}]
+    for effort in ("low", "low"):
+        await _post(middleware, _body(messages=messages, reasoning_effort=effort))
+        await _until(lambda: middleware._queue.is_idle)
+    assert not app.computed
+    await _post(middleware, _body(messages=messages, reasoning_effort="high"))
+    await _until(lambda: bool(app.computed))
+    assert "".join(map(chr, app.computed[0])) == f"<low><user>{'q' * 90}<assistant>answer<user>"
+
+
+def test_a_call_in_pieces_is_put_together() -> None:
+    """Streams send a call's arguments in any pieces, and calls side by side; one that broke off is none."""
+    whole = [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+        {"id": "c2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ]
+    deltas: list[dict[str, Any]] = [
+        {"reasoning": "so"},
+        {"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "f", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
+        {"tool_calls": [{"index": 1, "id": "c2", "function": {"name": "g", "arguments": "{}"}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]},
+    ]
+    for finish, expected in (("tool_calls", whole), ("length", None)):
+        reply = Reply()
+        reply.begin(200, "text/event-stream")
+        choices: list[dict[str, Any]] = [
+            {"index": 0, "delta": delta, "finish_reason": None} for delta in deltas
+        ]
+        choices.append({"index": 0, "delta": {}, "finish_reason": finish})
+        parts: list[dict[str, Any]] = [{"choices": [choice]} for choice in choices]
+        parts.append({"choices": [], "usage": {"prompt_tokens": 7}})
+        text = "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"
+        reply.add(text.encode())
+        reply.end()
+        said = reply.message()
+        assert reply.prompt_count == 7
+        if expected is None:
+            assert said is None
+        else:
+            assert said == {"role": "assistant", "content": "", "reasoning": "so", "tool_calls": expected}
 
 
 async def test_what_a_client_will_send_is_computed_for_who_may_ask() -> None:
@@ -231,10 +407,11 @@ async def test_whatever_is_asked_is_passed_on_as_it_is() -> None:
         await _post(middleware, body)
     assert [path for path, _ in app.asked] == [CHAT] * 2
     broken = Reply()
-    broken.add({"type": "http.response.start", "status": 200, "headers": []})
-    broken.add({"type": "http.response.body", "body": b"{", "more_body": True})
+    broken.begin(200, "application/json")
+    broken.add(b"{")
     assert broken.message() is None
     large = Reply()
-    large.add({"type": "http.response.start", "status": 200, "headers": []})
-    large.add({"type": "http.response.body", "body": bytes(MOST_BODY_BYTES + 1), "more_body": False})
+    large.begin(200, "application/json")
+    large.add(bytes(MOST_BODY_BYTES + 1))
+    large.end()
     assert large.message() is None

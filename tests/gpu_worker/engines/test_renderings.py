@@ -574,3 +574,14 @@ def test_a_turn_that_cuts_its_session_leaves_it_to_be_found(client: Client, sess
         _begun(engine, f"{session_id}-none", FIRST[1:])
         _next(engine, f"{session_id}-none", FIRST[1:101])
         assert _found(client, FIRST[1:]) == 64
+
+
+def test_a_history_that_begins_otherwise_keeps_what_there_was(client: Client, session_id: str) -> None:
+    """Not one token stays; the conversation's name does, and what it had is a former rendering."""
+    other = [9, *EDITED]
+    with engine_on(client) as engine:
+        _begun(engine, session_id)
+        assert _next(engine, session_id, other).reused_token_count == 0
+        assert _found(client, FIRST) == _found(client, [*FIRST, *NEXT]) == len(FIRST) // 64 * 64
+        assert _found(client, other) == len(other) // 64 * 64
+        assert _next(engine, session_id, FIRST).reused_token_count >= len(FIRST) // 64 * 64
