@@ -113,7 +113,8 @@ class Options:
     spare_wear: Annotated[
         bool,
         typer.Option(
-            "--spare-wear", help="Write only what is expected to save more than its wear; no server does yet."
+            "--spare-wear",
+            help="Write only what is expected to save more than its wear, as with `write_cents_per_tb`.",
         ),
     ] = False
     session_rate: Annotated[

@@ -26,7 +26,7 @@ from ctxcache.core.placement.policy import Capacities, Ranked
 from ctxcache.core.placement.served import ranked_policy
 from ctxcache.core.placement.shares import Shares
 from ctxcache.core.placement.value import MissCost, Objective
-from ctxcache.core.savings import Savings
+from ctxcache.core.savings import HOUR_S, Savings
 from ctxcache.errors import (
     AddressUnusable,
     CacheError,
@@ -102,6 +102,7 @@ from ctxcache.wire.address import Address
 log = logging.getLogger(__name__)
 
 OPERATORS_LIMIT = 64
+TB = 1e12
 """Operators' calls that run at a time."""
 SERVICES = (
     session_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name,
@@ -563,12 +564,23 @@ async def _load(cache: Cache) -> None:
         gc.enable()
 
 
+def miss_cost(settings: Settings) -> MissCost:
+    """What a miss costs, and a byte that is written, by these settings."""
+    # In cents: a second of the engine, and a byte.
+    engine_s, written = settings.engine_cents_per_hour / HOUR_S, settings.write_cents_per_tb / TB
+    return MissCost(
+        Objective(settings.placement_objective),
+        settings.prefill_tokens_per_s,
+        # Without a price of either kind there is nothing to compare.
+        write_s_per_byte=written / engine_s if engine_s else 0.0,
+    )
+
+
 def _policy(settings: Settings, storage: Storage) -> Ranked:
     # Segments in DRAM are on SSD too: to a policy both together hold what SSD holds.
     dram_bytes, ssd_bytes = sum(storage.arena.capacities_bytes), sum(storage.ssd.capacities_bytes)
     capacities = Capacities(dram_bytes, max(ssd_bytes - dram_bytes, 0))
-    cost = MissCost(Objective(settings.placement_objective), settings.prefill_tokens_per_s)
-    return ranked_policy(settings.placement_policy, capacities, cost)
+    return ranked_policy(settings.placement_policy, capacities, miss_cost(settings))
 
 
 def _spans(settings: Settings, files: ExitStack) -> Spans:

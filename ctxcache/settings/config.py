@@ -188,6 +188,7 @@ class Settings(BaseSettings):
     placement_objective: Literal["turns", "tokens", "seconds"] = _knob("placement_objective")
     prefill_tokens_per_s: int = _knob("prefill_tokens_per_s")
     engine_cents_per_hour: int = _knob("engine_cents_per_hour")
+    write_cents_per_tb: int = _knob("write_cents_per_tb")
     default_ttl_s: Seconds = _knob("default_ttl_s")
     tenant_shares: TenantShares = _knob("tenant_shares")
     retention_share: float = _knob("retention_share")

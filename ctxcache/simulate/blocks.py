@@ -84,6 +84,8 @@ class BlockStore:
         self.policy, self._order = policy, leaving(policy)
         self._token_bytes, self._limit = token_bytes, limit
         self._block_bytes = block_tokens * token_bytes
+        self.written_count = 0
+        """Blocks that came to be held, each time."""
 
     def found(self, asked: tuple[bytes, ...]) -> int:
         """How many of the first blocks of a prompt are held."""
@@ -128,6 +130,7 @@ class SingleBlocks(BlockStore):
             policy.arrived(block, now_s)
             policy.idle(block, self._facts(uses.get(block, 0)), now_s)
         new_count = sum(block not in uses for block in mine)
+        self.written_count += new_count
         left_count = max(len(uses) + new_count - self._limit, 0)
         victims = self._order.give_up(left_count, mine)
         if len(victims) < left_count:
@@ -189,6 +192,7 @@ class SpaceBlocks(SingleBlocks):
         for block in current:
             if block in self._spared and self._has_room_for(block):
                 self._spared.discard(block)
+                self.written_count += 1
         while len(self._memory) > self._memory_limit:
             victim = self._first(Level.MEMORY, lambda _: True)
             if victim in self._spared:
@@ -267,6 +271,7 @@ class OptimalBlocks(BlockStore):
             if use == NEVER_S:
                 self._next.pop(block, None)
             else:
+                self.written_count += block not in self._next
                 self._next[block] = use
                 # Of blocks that are asked for at once the deepest leaves first.
                 heappush(self._latest, (-use, -place, block))
@@ -353,7 +358,9 @@ class HeldBlocks(BlockStore):
         common = common_count(holder.blocks, held_count, blocks)
         # Counted up before others are let go: a block that both lists have never falls to 0.
         for block in blocks[common:]:
-            counts[block] = counts.get(block, 0) + 1
+            holder_count = counts.get(block, 0)
+            counts[block] = holder_count + 1
+            self.written_count += not holder_count
         if common < held_count:
             self._let_go(holder.blocks[common:held_count], uid)
         holder.blocks, holder.held_count = blocks, len(blocks)
@@ -510,6 +517,8 @@ class BlockReplay:
             if index % STEP_TURNS == 0:
                 step(index)
         step(index)
+        load = self._load
+        self.tally.ssd_written_bytes = self.store.written_count * self.block_tokens * load.token_bytes
         return self.tally
 
     def _play(self, turn: TraceTurn, next_s: float) -> None:

@@ -29,6 +29,12 @@ class Worth(LeastRecentlyUsed, ranks_holders=True):
     def __init__(self) -> None:
         super().__init__()
         self.said: dict[str, float] = {}
+        self.dear: set[str] = set()
+        """Sessions whose hits save less than the wear of writing them."""
+
+    def is_worth_wear(self, uid: bytes) -> bool:
+        """See Policy."""
+        return uid.decode().rpartition("\0")[2] not in self.dear
 
     def rank(self, uid: bytes) -> Key | None:
         """See Ranked."""
@@ -459,3 +465,32 @@ async def test_a_session_does_not_leave_for_its_own_rows(house: House) -> None:
 
     await house.check("once-0")
     assert house.unadmitted_count == 1
+
+
+async def test_what_is_not_worth_its_wear_is_not_written_where_there_is_room(tmp_path: Path) -> None:
+    """Nor where it is better than all that is there; asked for, it is written."""
+    policy = Worth()
+    policy.dear = {"once-9", "asked-9"}
+    rig = MemoryRig(
+        tmp_path, arena_segments=32, ssd_segments=(64,), watermarks=MARKS, make_policy=lambda: policy
+    )
+    await rig.open()
+    house = House(rig, policy)
+    await house.write("once-9", 3)
+    await house.write("good-1", 3)
+    await house.write("asked-9", 3, is_durable=True)
+
+    assert not house.is_on_ssd("once-9")
+    assert house.is_on_ssd("asked-9")
+    for number in range(8):
+        await house.write(f"next{number}-1", 3)
+    assert "once-9" in rig.names()
+    policy.say("once-9", 0)
+    for number in range(8):
+        await house.write(f"last{number}-1", 3)
+    assert "once-9" not in rig.names()
+    assert house.unadmitted_count == 1
+    assert house.is_on_ssd("good-1")
+    await rig.check()
+    await rig.cache.drain()
+    rig.arena.close()

@@ -15,8 +15,10 @@ from stored import TOKEN_COUNT, store_session
 
 from ctxcache import __version__
 from ctxcache.cli.failures import ExitCode
+from ctxcache.server.server import miss_cost
 from ctxcache.settings.config import Settings, default_data_directory
 from ctxcache.settings.knobs import KNOBS
+from ctxcache.simulate.load import Load, Prices
 from tests.nursery import without_settings
 
 
@@ -228,3 +230,16 @@ def test_a_start_that_is_refused_leaves_no_file(
     assert words.format(**names) in ended.stderr
     assert ended.returncode == code
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_wear_is_weighed_by_the_prices_that_are_set(tmp_path: Path) -> None:
+    """As the simulator does at the same prices; by none of them without the other."""
+
+    def cost(engine: int, written: int) -> float:
+        settings = Settings(data_directory=tmp_path, engine_cents_per_hour=engine, write_cents_per_tb=written)
+        return miss_cost(settings).write_s_per_byte
+
+    simulated = Load(prices=Prices(gpu_hour=5, written_tb=0.07), spares_wear=True).miss_cost
+
+    assert cost(500, 7) == pytest.approx(simulated.write_s_per_byte)
+    assert cost(500, 0) == cost(0, 7) == 0

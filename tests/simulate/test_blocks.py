@@ -221,3 +221,22 @@ def test_a_space_of_blocks_under_lru_is_block_lru(seed: int) -> None:
         tally = BlockReplay(load, policy, BLOCK_TOKENS, is_space=True).run(turns)
 
         assert tally.prompt_tokens - tally.computed_tokens == slow_block_lru(turns)
+
+
+def test_a_block_is_written_each_time_that_it_comes_to_be_held() -> None:
+    """As many as a slow block LRU takes in, by blocks and by holders."""
+    turns, load = tree_of_prompts(800, 1), LOAD
+    used: dict[bytes, tuple[float, int]] = {}
+    expected = 0
+    for turn in turns:
+        blocks = turn.blocks or ()
+        expected += sum(block not in used for block in blocks)
+        used |= {block: (turn.arrival_s, -number) for number, block in enumerate(blocks)}
+        for block in sorted(used, key=lambda block: used[block])[: max(len(used) - BLOCK_LIMIT, 0)]:
+            del used[block]
+
+    for ranks_holders in (True, False):
+        policy = POLICIES["lru"](Capacities(load.dram_bytes, load.ssd_bytes))
+        policy.ranks_holders = ranks_holders
+        tally = BlockReplay(load, policy, BLOCK_TOKENS).run(turns)
+        assert tally.ssd_written_bytes == expected * BLOCK_TOKENS * load.token_bytes

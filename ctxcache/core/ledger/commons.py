@@ -130,6 +130,10 @@ class Commons:
         ranks = (self._feed.prefix_rank(name) for name in self._kept.get(session.uid, {}).values())
         return max((rank for rank in ranks if rank is not None), default=None)
 
+    def is_worth_wear(self, session: Session) -> bool:
+        """Whether a prefix that the session keeps is worth the wear of writing it below."""
+        return any(map(self._feed.policy.is_worth_wear, self._kept.get(session.uid, {}).values()))
+
     def staying_count(self, session: Session) -> int:
         """How many of its first tokens stay where the session gives way; 0 for none.
 

@@ -257,6 +257,10 @@ class Feed:
         """A session's rank may be lower than it was."""
         self._fallen(session, *self.ranks(session.uid))
 
+    def is_worth_wear(self, uid: bytes) -> bool:
+        """Whether what the session's hits are expected to save is worth the wear of writing it below."""
+        return self.policy.is_worth_wear(self.standings[uid].name)
+
     def is_needed_soon(self, uid: bytes, fetched: bytes) -> bool:
         """Whether nothing of the session may leave memory for `fetched` to be promoted ahead of need."""
         standing = self.standings[uid]

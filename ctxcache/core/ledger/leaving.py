@@ -130,6 +130,8 @@ class Leaving:
         # A session that is partly below stays: the rest is little, and a record without its end is a loss.
         if not _is_in_memory_alone(session) or self._feed.retaining.store_level(session.uid):
             return False
+        if not (self._feed.is_worth_wear(session.uid) or self._commons.is_worth_wear(session)):
+            return True
         # Every copy takes room.
         needed_bytes = ahead_bytes + session.copies * self._unwritten.size_bytes(session)
         with closing(self._would_leave(session, needed_bytes)) as leaving:

@@ -53,6 +53,21 @@ PLACEMENT = Section(
             most=10**9,
         ),
         Knob(
+            name="write_cents_per_tb",
+            kind=KnobKind.COUNT,
+            default=0,
+            unit="US cents a TB",
+            help=(
+                "Wear of a TB written to SSD: with it, and `engine_cents_per_hour`, `value` writes only"
+                " what is expected to save more than its wear."
+            ),
+            more="0: writes cost nothing. What drives cost and endure differs more than a default could say.",
+            advice="price of the drive by the TB it endures: 7 for 0.07 $; `ctxcache simulate --spare-wear`",
+            watch="ctxcache_unadmitted_sessions_total",
+            least=0,
+            most=10**9,
+        ),
+        Knob(
             name="default_ttl_s",
             kind=KnobKind.SECONDS,
             default=3600,
