@@ -48,7 +48,7 @@ from ctxcache.fleet.borrowing import Borrowing
 from ctxcache.fleet.collecting import SHARDS, Collecting
 from ctxcache.fleet.copies import HostCopies
 from ctxcache.fleet.peers import Asking, Former
-from ctxcache.fleet.sharing import Sharing
+from ctxcache.fleet.sharing import Price, Sharing
 from ctxcache.fleet.sources import Offer
 from ctxcache.runtime.threads import started_pool
 from ctxcache.service.admission import Admission
@@ -107,11 +107,15 @@ class Fleet:
         token: OwnTokenFile | None,
         objects: Objects,
         is_sharing: bool,
+        share_price: Price | None,
         share_bytes_per_s: int,
         is_telling: bool,
         prefill_tokens_per_s: float,
     ) -> None:
-        """`is_sharing`: every session is shared behind its turns. `is_telling`: the bucket knows prefixes."""
+        """`is_sharing`: every session is shared behind its turns, by its price where there is one.
+
+        `is_telling`: the bucket knows prefixes.
+        """
         self._cache, self._register, self._secret, self._bucket = cache, register, secret, bucket
         self._beat_s, self._turns = beat_s, Turns()
         # A count of their own: clients' streams are no reason to lose a session that comes.
@@ -151,6 +155,7 @@ class Fleet:
             turns=self._turns,
             bucket=bucket,
             is_asked_always=is_sharing,
+            price=share_price,
             bytes_per_s=share_bytes_per_s,
         )
         self.borrowing = Borrowing(

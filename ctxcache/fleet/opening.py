@@ -5,7 +5,9 @@ from pathlib import Path
 from ctxcache.client.credentials import ClientTls, OwnTokenFile
 from ctxcache.core.fleet.heads import Secret
 from ctxcache.core.fleet.register import Register
+from ctxcache.core.savings import CENTS
 from ctxcache.errors import InvalidConfiguration
+from ctxcache.fleet.sharing import Price
 from ctxcache.runtime.files import check_secret, secret_refusal
 from ctxcache.settings.config import Settings
 from ctxcache.storage.register import open_register
@@ -22,6 +24,7 @@ def check_fleet(settings: Settings) -> None:
     register_of(settings)
     secret_of(settings)
     credentials_of(settings)
+    price_of(settings)
     own_address(settings, settings.listen)
 
 
@@ -43,6 +46,16 @@ def secret_of(settings: Settings) -> Secret:
         raise refusal(error.strerror or str(error)) from error
     except ValueError as error:
         raise refusal(str(error)) from error
+
+
+def price_of(settings: Settings) -> Price | None:
+    """By what sessions are shared that nobody asked for; None for no price. Raises InvalidConfiguration."""
+    if settings.fleet_share != "worth":
+        return None
+    if not settings.engine_cents_per_hour:
+        problem = "is needed beside fleet_share = worth: what computing costs is compared with the bucket"
+        raise InvalidConfiguration(source="engine_cents_per_hour", problem=problem)
+    return Price(settings.prefill_tokens_per_s, settings.engine_cents_per_hour / CENTS)
 
 
 def credentials_of(settings: Settings) -> tuple[ClientTls | None, OwnTokenFile | None]:

@@ -37,6 +37,7 @@ from ctxcache.core.fleet.tenure import Tenure
 from ctxcache.core.ledger.session import GUESTS, Session
 from ctxcache.core.ledger.work import at_work
 from ctxcache.core.limits import Pinner
+from ctxcache.core.placement.prices import Bucket, BucketPrices, Recomputation
 from ctxcache.core.ranges import Range, Ranges
 from ctxcache.errors import CacheError, SessionMoved, SessionNotFound, Unavailable
 from ctxcache.fleet.sources import Offer, StoredSource, told_model
@@ -58,6 +59,7 @@ LEAST_BYTES, MOST_BYTES = 4 << 20, 16 << 20
 OBJECT_LIMIT_BYTES = 1 << 26
 """More than any object of rows has: a message for each chunk, and a row that may be large."""
 INDEX_LIMIT_BYTES = 1 << 24
+SECOND_NS = 10**9
 QUIET_S = 1.0
 """How long a turn has to be over before its rows are shared unasked."""
 AGAIN_S = 5.0
@@ -87,6 +89,22 @@ class _Known:
     """Paths that no head names once the next one is written."""
 
 
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What computing costs where the bucket has not got it: an engine's rate, and its US dollars an hour."""
+
+    prefill_tokens_per_s: float
+    engine_hour: float
+
+    def is_worth_put(self, session: Session, new_count: int, chance: float, held_s: float) -> bool:
+        """Whether the session, of which so many tokens are new to the bucket, is to be there for so long."""
+        token_bytes = session.layout.token_bytes
+        computing = Recomputation(self.prefill_tokens_per_s, token_bytes, self.engine_hour)
+        size_bytes = session.token_count * token_bytes
+        bucket = Bucket(BucketPrices(), computing)
+        return bucket.is_worth_put(size_bytes, chance, held_s, new_count * token_bytes)
+
+
 class Sharing:
     """Puts rows of this host's sessions into the bucket, and finds those of others."""
 
@@ -103,13 +121,17 @@ class Sharing:
         turns: Turns,
         bucket: str,
         is_asked_always: bool,
+        price: Price | None,
         bytes_per_s: int,
     ) -> None:
-        """`is_asked_always`: every session is shared behind its turns. `bytes_per_s`: 0 for no bound."""
+        """`is_asked_always`: every session is shared behind its turns, with a `price` where it is worth it.
+
+        `bytes_per_s`: 0 for no bound.
+        """
         self._cache, self._objects, self._secret, self._claims = cache, objects, secret, claims
         self._settle, self._threads, self._spawn = settle, threads, spawn
         self._turns_of_loop, self._bucket, self._bytes_per_s = turns, bucket, bytes_per_s
-        self._is_asked_always = is_asked_always
+        self._is_asked_always, self._price = is_asked_always, price
         self._known = Recent[str, _Known]()
         """By a copy's uid."""
         self._due: dict[Name, float] = {}
@@ -156,6 +178,16 @@ class Sharing:
                 if not all(heard):
                     break
 
+    def _is_worth(self, session: Session) -> bool:
+        """Whether to put what the bucket has not got of the session, which then stays until that expires."""
+        if self._price is None:
+            return True
+        known = self._known.get(session.uid.hex())
+        there_count = sum(part.end - part.begin for part in known.parts) if known else 0
+        held_s = max(session.expire_time_ns - self._cache.state.clock.now_ns(), 0) / SECOND_NS
+        chance = self._cache.placement.chance(session.uid)
+        return self._price.is_worth_put(session, max(session.token_count - there_count, 0), chance, held_s)
+
     def _note_lives(self) -> None:
         """The bucket is told how long sessions live on that were used here, and not written."""
         for uid, known in list(self._known.items()):
@@ -171,8 +203,11 @@ class Sharing:
             self._due[name] = time.monotonic() + QUIET_S
             return True
         due = self._due.get(name)
+        is_all = self._is_asked_always and (session is None or self._is_worth(session))
         try:
-            await self._share_in_turn(name, is_all=self._is_asked_always)
+            # What the bucket has of it follows what was dropped, whatever the rest is worth.
+            if is_all or (session is not None and self._has_some(session)):
+                await self._share_in_turn(name, is_all=is_all)
         except Unavailable as error:
             self._due[name] = time.monotonic() + AGAIN_S
             log.warning("session_not_shared error=%s", error)

@@ -35,7 +35,7 @@ from ctxcache.errors import (
     InvalidConfiguration,
 )
 from ctxcache.fleet import Fleet
-from ctxcache.fleet.opening import credentials_of, own_address, register_of, secret_of
+from ctxcache.fleet.opening import credentials_of, own_address, price_of, register_of, secret_of
 from ctxcache.fleet.peers import PeerService
 from ctxcache.observe.bearer import Bearer
 from ctxcache.observe.endpoint import Endpoint
@@ -546,7 +546,8 @@ def _fleet(settings: Settings, cache: Cache, storage: Storage) -> Fleet | None:
         tls=tls,
         token=token,
         objects=open_objects(settings.fleet_bucket),
-        is_sharing=settings.fleet_share == "all",
+        is_sharing=settings.fleet_share in ("all", "worth"),
+        share_price=price_of(settings),
         share_bytes_per_s=settings.fleet_share_bytes_per_s,
         is_telling=settings.fleet_prefixes,
         prefill_tokens_per_s=settings.prefill_tokens_per_s,

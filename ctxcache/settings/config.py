@@ -174,7 +174,7 @@ class Settings(BaseSettings):
     fleet_token_file: Path | None = _knob("fleet_token_file")
     fleet_patience_s: Seconds = _knob("fleet_patience_s")
     fleet_beat_s: Seconds = _knob("fleet_beat_s")
-    fleet_share: Literal["asked", "all"] = _knob("fleet_share")
+    fleet_share: Literal["asked", "all", "worth"] = _knob("fleet_share")
     fleet_share_bytes_per_s: Size = _knob("fleet_share_bytes_per_s")
     fleet_prefixes: bool = _knob("fleet_prefixes")
     dram_low_watermark: float = _knob("dram_low_watermark")

@@ -197,3 +197,18 @@ async def test_a_prompt_is_found_among_thousands_of_others_that_begin_like_it(tm
     assert await chat(made, "asks", [*system, *document], []) == 3 * SEGMENT_TOKENS
     await made.check()
     await made.close()
+
+
+async def test_a_session_that_goes_on_at_another_host_counts_as_returned(
+    rig: DiskRig, policy: PrefixesLast
+) -> None:
+    """Here it has ended; one that gets its name again has not returned once more."""
+    writer = Writer(1)
+    await chat(rig, "a", writer.make(PROMPT), [])
+    session = rig.cache.ledger.find(rig.tenant, "a")
+    ended = rig.cache.sessions.retire(session, session.expire_time_ns)
+    await rig.cache.sessions.renamed(session, ended)
+    rig.cache.sessions.restore(session, "a", session.expiration, is_pinned=False)
+    await rig.cache.sessions.renamed(session)
+
+    assert [name.split(b"\0")[1] for name in policy.continued_names] == [b"a"]

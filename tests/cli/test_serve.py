@@ -10,11 +10,20 @@ from typing import get_args
 
 import pytest
 from command_line import ctxcache_json
-from server_process import ARENA_SIZE_BYTES, COMMAND_LINE, SSD_SIZE_BYTES, STOP_TIMEOUT_S, ServerProcess
+from server_process import (
+    ARENA_SIZE_BYTES,
+    COMMAND_LINE,
+    SSD_SIZE_BYTES,
+    STOP_TIMEOUT_S,
+    ServerProcess,
+    write_secret,
+)
 from stored import TOKEN_COUNT, store_session
 
 from ctxcache import __version__
 from ctxcache.cli.failures import ExitCode
+from ctxcache.errors import InvalidConfiguration
+from ctxcache.fleet.opening import check_fleet
 from ctxcache.server.server import miss_cost
 from ctxcache.settings.config import Settings, default_data_directory
 from ctxcache.settings.knobs import KNOBS
@@ -243,3 +252,23 @@ def test_wear_is_weighed_by_the_prices_that_are_set(tmp_path: Path) -> None:
 
     assert cost(500, 7) == pytest.approx(simulated.write_s_per_byte)
     assert cost(500, 0) == cost(0, 7) == 0
+
+
+def test_a_bucket_by_price_needs_the_price_of_an_engine(tmp_path: Path) -> None:
+    """Nothing else says what computing costs."""
+    write_secret(tmp_path / "secret", "a secret of more than thirty-two bytes")
+
+    def checked(cents: int) -> None:
+        settings = Settings(
+            data_directory=tmp_path / "data",
+            listen="127.0.0.1:7431",
+            fleet_bucket=f"file://{tmp_path / 'bucket'}",
+            fleet_secret_file=tmp_path / "secret",
+            fleet_share="worth",
+            engine_cents_per_hour=cents,
+        )
+        check_fleet(settings)
+
+    checked(500)
+    with pytest.raises(InvalidConfiguration, match="engine_cents_per_hour"):
+        checked(0)

@@ -83,6 +83,26 @@ def test_every_session_is_shared_behind_its_turns(sharing: Stores) -> None:
     assert user.turn(1) == 1000
 
 
+@pytest.mark.parametrize("cents", [500, 1])
+def test_by_price_a_session_is_shared_where_computing_costs_more(cents: int, tmp_path: Path) -> None:
+    """A thousand tokens at 5 $ an hour cost more than a PUT; at a cent, less than a GET.
+
+    What is asked for is put whatever it costs.
+    """
+    given = ("--fleet-share", "worth", "--engine-cents-per-hour", str(cents))
+    with Stores(tmp_path, 2, *given) as stores:
+        user = User(stores, "alice")
+        user.turn(0, 1000)
+        deadline = time.monotonic() + 20
+        while stores.clients[0].admin.fleet().unshared_session_count:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert bool(objects(stores)) is (cents > 1)
+        user.turn(0, 1000, durability=SHARED)
+        stores.processes[0].kill9()
+        assert user.turn(1) == 2000
+
+
 def test_small_turns_leave_few_objects(sharing: Stores) -> None:
     """What is small is put again with what comes behind it, and what no head names goes."""
     user = User(sharing, "alice")

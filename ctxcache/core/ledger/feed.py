@@ -257,6 +257,10 @@ class Feed:
         """A session's rank may be lower than it was."""
         self._fallen(session, *self.ranks(session.uid))
 
+    def chance(self, uid: bytes) -> float:
+        """How likely the session returns within what the policy learns; see Policy."""
+        return self.policy.chance(self.standings[uid].name)
+
     def is_worth_wear(self, uid: bytes) -> bool:
         """Whether what the session's hits are expected to save is worth the wear of writing it below."""
         return self.policy.is_worth_wear(self.standings[uid].name)
@@ -321,8 +325,13 @@ class Feed:
         self._heard_count += 1
 
     def renamed(self, session: Session) -> None:
-        """The session has another name: to the policy the one has ended, and the other was there before."""
+        """The session has another name: to the policy the one has ended, and the other was there before.
+
+        One that has lost its name goes on at another host: that is a return, though not one to this host.
+        """
         before = self.standings[session.uid]
+        if session.is_hidden:
+            self.policy.continued(before.name)
         self.policy.ended(before.name)
         for watcher in self._forget(before):
             watcher.ended(session.uid)

@@ -133,6 +133,10 @@ class Policy:
         """Whether this session may leave the tier below for `comer` to be written there."""
         return True
 
+    def chance(self, uid: bytes) -> float:  # noqa: ARG002  the default knows nothing of returns
+        """How likely the session returns within what is learned, two hours; 1 where nothing is learned."""
+        return 1.0
+
     def is_worth_wear(self, uid: bytes) -> bool:  # noqa: ARG002  the default knows no prices
         """Whether what the session's hits are expected to save is worth the wear of writing it below."""
         return True

@@ -349,7 +349,7 @@ class ReturnValue(Windowed, ranks_holders=True):
         self._due.discard(uid)
 
     def chance(self, uid: bytes) -> float:
-        """How likely the session returns within what is learned, two hours; 0 for one that is not known."""
+        """See Policy. 0 for one that is not known."""
         return self._returns.chance(uid)
 
     def is_worth_wear(self, uid: bytes) -> bool:

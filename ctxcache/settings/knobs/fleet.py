@@ -76,14 +76,16 @@ FLEET = Section(
             name="fleet_share",
             kind=KnobKind.WORD,
             default="asked",
-            help="Which sessions' rows the bucket has, so that they outlive their host: `asked` or `all`.",
+            help="Which sessions' rows the bucket has, to outlive their host: `asked`, `worth` or `all`.",
             more=(
                 "`asked`: what is committed as `DURABILITY_SHARED`. `all`: every session, a second after each"
-                " turn; its rows cross the network once and are kept until it expires."
+                " turn; its rows cross the network once and are kept until it expires. `worth`: of these"
+                " the ones whose return is expected to save more, at `engine_cents_per_hour`, than the bucket"
+                " costs."
             ),
             advice="`all` where a lost host's prefill costs more than requests and storage: docs/fleet.md",
             watch="ctxcache_fleet_shared_bytes_total",
-            choices=("asked", "all"),
+            choices=("asked", "all", "worth"),
         ),
         Knob(
             name="fleet_share_bytes_per_s",
