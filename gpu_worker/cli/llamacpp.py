@@ -15,6 +15,7 @@ from ctxcache.errors import InvalidArgument
 from ctxcache.wire.address import Address
 from gpu_worker.cli.serve import LOG_FORMAT
 from gpu_worker.engines.llamacpp import LlamaSettings
+from gpu_worker.planning.ahead import SHARE
 from gpu_worker.sidecar.settings import Ca, Certificate, Key, ServerName, TokenFile
 
 if TYPE_CHECKING:
@@ -68,6 +69,15 @@ def llamacpp(
     durability: Annotated[
         str, typer.Option(help="When a conversation counts as saved: memory or disk.")
     ] = "disk",
+    ahead: Annotated[
+        float,
+        typer.Option(
+            help="The most of the time that edited conversations are computed ahead in; 0: never.",
+            metavar="SHARE",
+            min=0,
+            max=1,
+        ),
+    ] = SHARE,
     slot_directory: Annotated[
         Path | None,
         typer.Option(
@@ -105,6 +115,7 @@ def llamacpp(
         store_timeout_s=store_timeout_s,
         ttl_s=ttl_s,
         durability=durability,
+        ahead=ahead,
         directory=slot_directory,
     )
     if find_spec("xllamacpp") is None:

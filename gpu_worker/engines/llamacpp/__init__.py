@@ -2,7 +2,8 @@
 
     client ──► proxy ──► llama.cpp's own server
                  │ before: slot's file ◄── blocks ◄── store
-                 └ after:  slot's file ──► blocks ──► store, by a thread
+                 │ after:  slot's file ──► blocks ──► store, by a thread
+                 └ ahead:  the next prompt, where it differs, while nobody asks for anything
 
 A request that names a session gets a slot of its own while it runs. The slot's state is a file that llama.cpp
 reads and writes. Needs xllamacpp, and no torch. Worst case: a prompt is computed.
@@ -11,6 +12,8 @@ reads and writes. Needs xllamacpp, and no torch. Worst case: a prompt is compute
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from gpu_worker.planning.ahead import SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,5 +38,7 @@ class LlamaSettings:
     ttl_s: float | None = None
     """How long a conversation is kept after its last access; by default as long as there is room."""
     durability: str = "disk"
+    ahead: float = SHARE
+    """The most of the time that passes ahead take, 0 for none."""
     directory: Path | None = None
     """Where slots' files lie for a moment; by default the system's directory for such."""

@@ -14,9 +14,8 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,12 +26,13 @@ from typing import Any, Self
 from urllib.parse import unquote
 
 import numpy as np
-import numpy.typing as npt
 
 from ctxcache.client import Client, ClientTls, connect
 from ctxcache.errors import InvalidArgument
+from gpu_worker.engines.conversations import Reply, chat_of, goes_on
 from gpu_worker.engines.link import StoreLink
 from gpu_worker.engines.llamacpp import LlamaSettings
+from gpu_worker.engines.llamacpp.ahead import SlotAhead
 from gpu_worker.engines.llamacpp.bodies import (
     SESSION_HEADER,
     Refused,
@@ -51,13 +51,12 @@ from gpu_worker.engines.llamacpp.keeper import (
     tokens_in,
 )
 from gpu_worker.engines.llamacpp.replies import Progress, reused_in, streamed
+from gpu_worker.engines.llamacpp.slots import MOST_WAITING, NoSlot, Slot, Slots
 
 log = logging.getLogger(__name__)
 
 MOST_BODY_BYTES = 64 << 20
 MOST_CONNECTIONS = 256
-MOST_WAITING = 64
-"""Requests that wait for a slot; more are refused."""
 MOST_SLOTS = 256
 IDLE_S = 600
 """A connection that says nothing for longer is closed."""
@@ -65,6 +64,10 @@ RUN_BYTES = 1 << 16
 RESTORED_HEADER = "X-Ctxcache-Restored-Tokens"
 PINNED = {"/completion", "/completions", "/v1/completions", "/chat/completions", "/v1/chat/completions"}
 """Paths whose requests llama.cpp runs in the slot that they name."""
+CHATS = {"/chat/completions", "/v1/chat/completions"}
+"""Those of them whose prompts a template renders."""
+NEXT = "/v1/ctxcache/next"
+"""Takes a chat request that a client will send."""
 FORBIDDEN = {
     "/slots": "slots are saved and restored by sessions",
     "/lora-adapters": "LoRA adapters cannot be given",
@@ -74,81 +77,6 @@ NOT_JSON = "/v1/audio/"
 """Below it bodies are forms with files."""
 # Headers of one connection, which the proxy's two connections each make for themselves (RFC 9110, 7.6.1).
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "content-length", "host"}
-
-
-@dataclass(slots=True)
-class Slot:
-    """One of llama.cpp's slots. `session`: the one whose tokens it has, as far as the proxy knows."""
-
-    number: int
-    session: str | None = None
-    kept: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """The tokens that were last restored or saved of this session."""
-    is_taken: bool = False
-    last_use: int = 0
-
-
-class NoSlot(Exception):
-    """Too many requests wait for a slot."""
-
-
-# A request with a session, from its slot's view:
-#
-#     taken ─► has it the session? ── no ──► restore from the store ─┐
-#                      │ yes                                         │
-#                      └─────────────────────────────────────────────┴─► run
-#     a reply of 200    the slot has the session's tokens, and is saved unless the store has more
-#     anything else     nothing is known of the slot
-class Slots:
-    """Which request has which slot. Thread-safe."""
-
-    def __init__(self, count: int) -> None:
-        self._slots = [Slot(number) for number in range(count)]
-        self._changed = threading.Condition()
-        self._waiting_count = self._use_count = 0
-
-    @contextmanager
-    def taken(self, session: str | None) -> Iterator[Slot]:
-        """A slot for one request: the session's own if it has one, else the one unused for longest."""
-        with self._changed:
-            if self._waiting_count >= MOST_WAITING:
-                raise NoSlot
-            self._waiting_count += 1
-            try:
-                self._changed.wait_for(lambda: not all(slot.is_taken for slot in self._slots))
-            finally:
-                self._waiting_count -= 1
-            free = [slot for slot in self._slots if not slot.is_taken]
-            # The session's own slot if it is free, else the one whose conversation is likeliest to be over.
-            slot = min(free, key=lambda one: (one.session != session or session is None, one.last_use))
-            self._use_count += 1
-            slot.is_taken, slot.last_use = True, self._use_count
-        try:
-            yield slot
-        finally:
-            with self._changed:
-                slot.is_taken = False
-                self._changed.notify_all()
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until no request has a slot, or the time is over; whether none has."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not any(slot.is_taken for slot in self._slots), timeout_s)
-
-    @contextmanager
-    def unknown(self) -> Iterator[None]:
-        """Around a request in a slot of llama.cpp's choice: none is known to have what it had."""
-        self._forget()
-        try:
-            yield
-        finally:
-            # Slots are forgotten once more: a slot's own request may have ended meanwhile.
-            self._forget()
-
-    def _forget(self) -> None:
-        with self._changed:
-            for slot in self._slots:
-                slot.session = None
 
 
 class LlamaProxy(ThreadingHTTPServer):
@@ -181,10 +109,50 @@ class LlamaProxy(ThreadingHTTPServer):
 
         self.link = StoreLink(open_client, self.llama.space)
         self.keeper = SlotKeeper(self.link, settings)
+        self.ahead = SlotAhead(self.llama, self.slots, self, share=settings.ahead) if settings.ahead else None
 
     def new_file(self) -> FileIO:
         """A slot's file, without a name. Raises OSError."""
         return tempfile.TemporaryFile(buffering=0, dir=self._directory)
+
+    def restore(self, session: str, slot: Slot) -> bool:
+        """Put a session's state into a slot, where the store has it."""
+        llama, keeper = self.llama, self.keeper
+        try:
+            with self.new_file() as file:
+                if not keeper.restore(session, file):
+                    return False
+                llama.restore(slot.number, file)
+                slot.kept = tokens_in(file)
+        except (LlamaRefused, OSError) as error:
+            keeper.reasons.tell(session, "is not restored, llama.cpp does not take its state", error)
+            with suppress(LlamaRefused):
+                llama.erase(slot.number)
+            return False
+        return True
+
+    def save(self, session: str, slot: Slot) -> None:
+        """Keep a slot's state as its session's, unless the store has more of the same tokens."""
+        keeper = self.keeper
+        file: FileIO | None = None
+        try:
+            file = self.new_file()
+            token_count = self.llama.save(slot.number, file)
+        except (LlamaRefused, NotWhole, OSError) as error:
+            if file is not None:
+                file.close()
+            keeper.reasons.tell(session, "is not saved, llama.cpp does not give its state", error)
+            return
+        tokens = tokens_in(file)
+        is_there = 0 < tokens.size < slot.kept.size and np.array_equal(tokens, slot.kept[: tokens.size])
+        if token_count and not is_there:
+            slot.kept = tokens
+            keeper.save(session, file, token_count)
+            return
+        file.close()
+        if is_there:
+            # An earlier turn was asked again: what the store has goes on, and is restored when that comes.
+            slot.session = None
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread, or close it where there are too many."""
@@ -215,6 +183,9 @@ class LlamaProxy(ThreadingHTTPServer):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.server_close()
+        self.slots.close()
+        if self.ahead is not None:
+            self.ahead.close()
         self.slots.drain(DRAIN_S)
         self.keeper.close()
 
@@ -232,14 +203,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle_any(self) -> None:
         """Answer one request. A client that goes away ends its own request alone."""
-        self._is_begun = False
+        self._is_begun, self._reply = False, Reply()
         try:
             body = self._body()
             path = unquote(self.path.partition("?")[0])
             is_json = self.command == "POST" and body and not path.startswith(NOT_JSON)
             request = self._request(path, read_body(body) if is_json else None)
+            if self.command == "POST" and path == NEXT:
+                self._expect(request)
+                return
             if isinstance(request, dict) and path in PINNED and not is_several(request):
-                self._complete(request)
+                self._complete(request, chat_of(request) if path in CHATS else None)
                 return
             # It may run in any slot, and overwrite what that had.
             with self.server.slots.unknown() if self.command == "POST" else nullcontext():
@@ -282,25 +256,51 @@ class _Handler(BaseHTTPRequestHandler):
             for forbidden, problem in FORBIDDEN.items():
                 if path == forbidden or path.startswith(f"{forbidden}/"):
                     raise Refused(403, f"{path}: {problem}")
-            if path in PINNED and not isinstance(request, dict):
+            if path in {*PINNED, NEXT} and not isinstance(request, dict):
                 raise Refused(400, "the body is no object")
             if isinstance(request, dict):
                 check_fields(request)
         return request
 
-    def _complete(self, request: dict[str, Any]) -> None:
+    def _expect(self, request: dict[str, Any]) -> None:
+        """A client says what it will send next."""
+        session, chat = session_of(request, self.headers.get_all(SESSION_HEADER, [])), chat_of(request)
+        if self.server.ahead is None:
+            raise Refused(HTTPStatus.NOT_FOUND, f"{NEXT}: nothing is computed ahead, by --ahead 0")
+        if session is None:
+            raise Refused(HTTPStatus.BAD_REQUEST, "session_id: a conversation without a name is not kept")
+        if chat is None:
+            raise Refused(HTTPStatus.BAD_REQUEST, "messages: a list of one message or more")
+        try:
+            count = self.server.ahead.expect(session, chat)
+        except LlamaRefused as error:
+            raise Refused(
+                HTTPStatus.BAD_REQUEST, f"messages: llama.cpp does not render them: {error}"
+            ) from error
+        self._answer(HTTPStatus.ACCEPTED, {"token_count": count})
+
+    def _complete(self, request: dict[str, Any], chat: dict[str, Any] | None) -> None:
+        """Run a request in a slot; `chat`: its fields, where a template renders its prompt."""
         session = session_of(request, self.headers.get_all(SESSION_HEADER, []))
+        ahead = self.server.ahead if session is not None and chat is not None else None
+        if ahead is not None and session is not None:
+            ahead.turn_begins(session)
         with self.server.slots.taken(session) as slot:
             is_restored = False
             if slot.session != session:
                 slot.kept = slot.kept[:0]
                 if session is not None and request.get("cache_prompt", True):
-                    is_restored = self._restore(session, slot)
+                    is_restored = self.server.restore(session, slot)
             slot.session = None
             if self._run(request, slot, session if is_restored else None) == HTTPStatus.OK:
                 slot.session = session
                 if session is not None and self.server.keeper.is_ready:
-                    self._save(session, slot)
+                    self.server.save(session, slot)
+                said = self._reply.message()
+                if ahead is None or session is None or chat is None or said is None:
+                    return
+                if goes_on(chat):
+                    ahead.replied(session, chat, said)
 
     def _run(self, request: dict[str, Any], slot: Slot, restored: str | None) -> int:
         """Have llama.cpp answer in a slot, which a state of the session `restored` was put into."""
@@ -312,44 +312,6 @@ class _Handler(BaseHTTPRequestHandler):
             progress = Progress(is_wanted=request.get("return_progress") is True)
             told["return_progress"] = True
         return self._forward(json.dumps(told).encode(), restored, progress)
-
-    def _restore(self, session: str, slot: Slot) -> bool:
-        """Put a session's state into a slot, where the store has it."""
-        llama, keeper = self.server.llama, self.server.keeper
-        try:
-            with self.server.new_file() as file:
-                if not keeper.restore(session, file):
-                    return False
-                llama.restore(slot.number, file)
-                slot.kept = tokens_in(file)
-        except (LlamaRefused, OSError) as error:
-            keeper.reasons.tell(session, "is not restored, llama.cpp does not take its state", error)
-            with suppress(LlamaRefused):
-                llama.erase(slot.number)
-            return False
-        return True
-
-    def _save(self, session: str, slot: Slot) -> None:
-        keeper = self.server.keeper
-        file: FileIO | None = None
-        try:
-            file = self.server.new_file()
-            token_count = self.server.llama.save(slot.number, file)
-        except (LlamaRefused, NotWhole, OSError) as error:
-            if file is not None:
-                file.close()
-            keeper.reasons.tell(session, "is not saved, llama.cpp does not give its state", error)
-            return
-        tokens = tokens_in(file)
-        is_there = 0 < tokens.size < slot.kept.size and np.array_equal(tokens, slot.kept[: tokens.size])
-        if token_count and not is_there:
-            slot.kept = tokens
-            keeper.save(session, file, token_count)
-            return
-        file.close()
-        if is_there:
-            # An earlier turn was asked again: what the store has goes on, and is restored when that comes.
-            slot.session = None
 
     def _forward(self, body: bytes, restored: str | None = None, progress: Progress | None = None) -> int:
         """Pass the request on, and the reply back as it comes; the reply's status.
@@ -376,6 +338,7 @@ class _Handler(BaseHTTPRequestHandler):
                 )
             self.send_response(response.status)
             self._is_begun = True
+            self._reply.begin(response.status, response.getheader("Content-Type", ""))
             for name, value in response.getheaders():
                 if name.lower() not in HOP_BY_HOP | {"server", "date"}:
                     self.send_header(name, value)
@@ -390,8 +353,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             for data in filter(None, pieces):
                 self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+                self._reply.add(data)
             if is_chunked:
                 self.wfile.write(b"0\r\n\r\n")
+            self._reply.end()
             return response.status
         finally:
             connection.close()
@@ -411,8 +376,10 @@ class _Handler(BaseHTTPRequestHandler):
             # The reply's end is all that can be said.
             self.close_connection = True
             return
-        error = {"code": status, "message": problem, "type": "ctxcache"}
-        data = json.dumps({"error": error}).encode()
+        self._answer(status, {"error": {"code": status, "message": problem, "type": "ctxcache"}})
+
+    def _answer(self, status: int, answer: dict[str, Any]) -> None:
+        data = json.dumps(answer).encode()
         with suppress(OSError):
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
