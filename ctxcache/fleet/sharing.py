@@ -288,6 +288,8 @@ class Sharing:
         self._tidy(name, known, told, index)
         known.expire_time_ns = expire_time_ns
         self._counts.shares += 1
+        if is_all and end == session.log_end:
+            self._cache.placement.backed(session)
         return True
 
     def _most_bytes(self, session: Session) -> int:

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from ctxcache.core.placement.policy import Capacities, Facts, Level
 from ctxcache.core.placement.prices import Bucket, BucketPrices, Recomputation
+from ctxcache.core.placement.value import MissCost, Objective, ReturnValue
 
 LLAMA_70B = Recomputation(prefill_tokens_per_s=5280, token_bytes=327_680, gpu_count=4)
 S3 = Bucket(BucketPrices(), LLAMA_70B)
@@ -50,3 +52,32 @@ def test_what_comes_slower_than_it_is_computed_is_not_fetched() -> None:
     assert fast.miss_cost(GIB, is_in_bucket=True) == fast.prices.gets(GIB)
     assert fast.miss_cost(GIB, is_in_bucket=False) == LLAMA_70B.cost(GIB)
     assert slow.miss_cost(GIB, is_in_bucket=True) == LLAMA_70B.cost(GIB)
+
+
+@pytest.mark.parametrize("objective", Objective)
+def test_a_session_that_a_bucket_has_is_worth_what_fetching_it_costs(objective: Objective) -> None:
+    """In seconds; tokens and turns are missed all the same. Of its next turn the bucket lacks something."""
+    size_bytes, token_bytes = 10**9, 10**5
+    policy = ReturnValue(Capacities(10**9, 10**10), MissCost(objective, prefill_tokens_per_s=5_000))
+    fallen: list[bytes] = []
+    policy.watch(fallen.append)
+    for uid in (b"here", b"backed"):
+        policy.arrived(uid, 0.0)
+        policy.idle(uid, Facts(size_bytes, 1, size_bytes, token_bytes), 0.0)
+        policy.placed(uid, Level.BELOW)
+    fallen.clear()
+    policy.backed(b"backed")
+    here, backed = policy.rank(b"here") or (), policy.rank(b"backed") or ()
+
+    if objective is Objective.SECONDS:
+        # 10,000 tokens: 2 s of prefill, or 1.03 s of reading; .75 s are lost with either.
+        assert backed[0] / here[0] == pytest.approx(1.78 / 2.75)
+        assert fallen == [b"backed"]
+    else:
+        assert backed[0] == here[0]
+    policy.arrived(b"backed", 1.0)
+    policy.idle(b"backed", Facts(2 * size_bytes, 1, size_bytes, token_bytes), 1.0)
+    policy.arrived(b"here", 1.0)
+    policy.idle(b"here", Facts(2 * size_bytes, 1, size_bytes, token_bytes), 1.0)
+    assert (policy.rank(b"backed") or ())[0] == (policy.rank(b"here") or ())[0]
+    policy.backed(b"nobody's")

@@ -261,6 +261,13 @@ class Feed:
         """How likely the session returns within what the policy learns; see Policy."""
         return self.policy.chance(self.standings[uid].name)
 
+    def backed(self, session: Session) -> None:
+        """A bucket has all of the session as it is now."""
+        standing = self.standings.get(session.uid)
+        if standing is not None:
+            self.policy.backed(standing.name)
+            self._heard_count += 1
+
     def is_worth_wear(self, uid: bytes) -> bool:
         """Whether what the session's hits are expected to save is worth the wear of writing it below."""
         return self.policy.is_worth_wear(self.standings[uid].name)

@@ -129,6 +129,9 @@ class Policy:
     def expected(self, uid: bytes, return_s: float | None) -> None:
         """The client says when the idle session returns; None: never."""
 
+    def backed(self, uid: bytes) -> None:
+        """A bucket has all of the session as it is now: a miss costs what fetching it from there costs."""
+
     def gives_way(self, uid: bytes, comer: bytes) -> bool:  # noqa: ARG002  the default ignores them
         """Whether this session may leave the tier below for `comer` to be written there."""
         return True

@@ -23,6 +23,7 @@ from typing import Any
 from ctxcache.core.placement.look_ahead import Windowed
 from ctxcache.core.placement.order import Accepts, Key, Keyed
 from ctxcache.core.placement.policy import Capacities, Facts, Level
+from ctxcache.core.placement.prices import BucketPrices
 from ctxcache.core.placement.returns import WATCHED, ReturnTimes
 
 
@@ -35,6 +36,10 @@ class Objective(enum.Enum):
     """Tokens that need no prefill, whosever they are."""
     SECONDS = "seconds"
     """Time that callers wait: prefill, and something for each turn."""
+
+
+BUCKET = BucketPrices()
+"""How fast a bucket is, by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,12 @@ class MissCost:
         if self.objective is Objective.TOKENS:
             return token_count
         return self.per_miss_s + token_count / self.prefill_tokens_per_s
+
+    def fetched(self, size_bytes: int) -> float:
+        """The cost where so much comes back from a bucket; infinity where seconds are not what is saved."""
+        if self.objective is not Objective.SECONDS:
+            return math.inf
+        return self.per_miss_s + BUCKET.fetch_s(size_bytes)
 
 
 HINTS_REMEMBERED = 256
@@ -358,6 +369,13 @@ class ReturnValue(Windowed, ranks_holders=True):
         if token_bytes is None or uid in self._expected or uid in self._queue.waiting:
             return True
         return self._miss_cost.is_worth_wear(self._returns.chance(uid), token_bytes)
+
+    def backed(self, uid: bytes) -> None:
+        """See Policy. Until it has another size."""
+        size_bytes = self._sizes.get(uid)
+        if size_bytes is not None:
+            self._worth[uid] = min(self._worth[uid], self._miss_cost.fetched(size_bytes) / size_bytes)
+            self._rank(uid)
 
     def continued(self, uid: bytes) -> None:
         """See Policy."""
