@@ -33,8 +33,10 @@ log = logging.getLogger(__name__)
 KEPT = 3
 """Former renderings of a conversation that the store keeps."""
 MOST_KEPT = 16
-WORKING_TTL = timedelta(minutes=10)
-"""A rendering that was begun and not finished expires then."""
+WORKING_TTL = timedelta(minutes=2)
+"""A rendering that is computed expires so long after its last rows, where its engine dies."""
+LEFT_TTL = timedelta(minutes=10)
+"""One that gave way to a turn stays so long."""
 _LEAST_TTL = timedelta(seconds=1)
 PLACE_TOKENS = 32
 """So many are computed in the time in which a conversation changes its place: some calls of the store."""
@@ -86,6 +88,9 @@ class Renderings:
 
     def leave(self, session: SessionInfo, working: SessionInfo) -> None:
         """A rendering was begun and is not whole: whoever goes on finds it by its tokens."""
+        # Else it ends sooner, and is computed again.
+        with suppress(CacheError):
+            self._client.sessions.open(working.name).update(ttl=_ttl(session, LEFT_TTL))
         self._begun[session.name] = working
         if len(self._begun) > _MOST_BEGUN:
             self._begun.popitem(last=False)
@@ -168,7 +173,7 @@ class Renderings:
             self._client.sessions.open(session)
             .fork(
                 token_count=token_count,
-                ttl=_ttl(session),
+                ttl=_ttl(session, WORKING_TTL),
                 if_generation_match=session.generation,
                 is_quiet=True,
             )
@@ -180,7 +185,7 @@ class Renderings:
         made = self._client.sessions.create(
             self._model,
             layout=_layout(session),
-            ttl=_ttl(session),
+            ttl=_ttl(session, WORKING_TTL),
             salt=session.salt,
             labels=session.labels,
         )
@@ -196,9 +201,9 @@ def _layout(session: SessionInfo) -> list[Stream]:
     return [stream for stream in session.streams() if stream != TOKENS]
 
 
-def _ttl(session: SessionInfo) -> timedelta:
+def _ttl(session: SessionInfo, most: timedelta) -> timedelta:
     """At most as long as the session itself is kept after its last access."""
     kept_ns = session.ttl_ns
     if kept_ns is None:
         kept_ns = (session.expire_time_ns or 0) - (session.access_time_ns or 0)
-    return max(min(WORKING_TTL, timedelta(microseconds=kept_ns // 1000)), _LEAST_TTL)
+    return max(min(most, timedelta(microseconds=kept_ns // 1000)), _LEAST_TTL)

@@ -40,6 +40,7 @@ from ctxcache.client.types import SessionInfo, seconds
 from ctxcache.client.wire import Wire
 from ctxcache.errors import InvalidArgument, SessionNotFound
 from ctxcache.format.streams import StateKind, Stream
+from gpu_worker.engines.renderings import LEFT_TTL, WORKING_TTL
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.transformers_batch import TransformersBatchEngine, TurnRequest
 from gpu_worker.engines.transformers_turns import Rerendered, Turn
@@ -384,7 +385,8 @@ def test_a_pass_that_gave_way_goes_on_where_it_was(client: Client, session_id: s
             session_id, EDITED, step_tokens=STEP_TOKENS, goes_on=lambda: next(steps, False)
         )
         assert (first.gave_way, first.computed_token_count) == (True, 5 * STEP_TOKENS)
-        assert _unfinished(client)
+        # It may be a while until nobody asks for anything.
+        assert [session.ttl_ns for session in _unfinished(client)] == [LEFT_TTL.total_seconds() * 10**9]
         second = engine.rerendered(session_id, EDITED, step_tokens=STEP_TOKENS)
         assert second.is_in_place
         found_count = (first.common_token_count + 5 * STEP_TOKENS) // 64 * 64
@@ -399,7 +401,8 @@ def test_a_pass_that_gave_way_goes_on_where_it_was(client: Client, session_id: s
 
 def _unfinished(client: Client) -> list[SessionInfo]:
     """Renderings under way: the store named them, and they expire soon."""
-    return [session for session in client.sessions.list() if session.ttl_ns == 600 * 10**9]
+    soon = [int(ttl.total_seconds() * 10**9) for ttl in (WORKING_TTL, LEFT_TTL)]
+    return [session for session in client.sessions.list() if session.ttl_ns in soon]
 
 
 def _until(condition: Callable[[], bool]) -> None:
