@@ -52,6 +52,23 @@ def next_history(render: Callable[[list[Message]], Sequence[int]], messages: Seq
     return list(first[: common_count(first, second)])
 
 
+def stated_history(
+    render: Callable[[list[Message]], Sequence[int]], messages: Sequence[Message]
+) -> list[int]:
+    """The tokens of messages that a client says it will send: all of a prompt, or what a reply leaves known.
+
+    Behind a reply stands a message that is not known yet, and before that a template may strip the reply.
+    """
+    if ends_with_reply(messages):
+        return next_history(render, messages)
+    return list(render(list(messages)))
+
+
+def ends_with_reply(messages: Sequence[Message]) -> bool:
+    """Whether another message follows before anything is asked."""
+    return bool(messages) and messages[-1].get("role") == "assistant"
+
+
 def common_count(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens both begin with."""
     pairs = zip(one, other, strict=False)

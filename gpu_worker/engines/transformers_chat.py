@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ctxcache.client.wire import Closing
 from gpu_worker.engines.ahead import Ahead
-from gpu_worker.engines.next_prompts import Message, UsualWays, next_history
+from gpu_worker.engines.next_prompts import Message, UsualWays, next_history, stated_history
 from gpu_worker.engines.transformers import TransformersEngine
 from gpu_worker.engines.transformers_turns import Turn
 
@@ -115,9 +115,10 @@ class Chat(Closing):
     ) -> None:
         """Have computed ahead what a client will send that prunes or compacts. Returns at once.
 
-        The last of `messages` is the next one, or the last that is known of them.
+        The last of `messages` is the next one, or the reply before that.
         """
-        self.ahead.offer(session_id, self._rendered(messages, template or {}), return_in=return_in)
+        history = stated_history(lambda told: self._rendered(told, template or {}), messages)
+        self.ahead.offer(session_id, history, return_in=return_in)
 
     def _offer_next(
         self, session_id: str, messages: Sequence[Message], template: Template, return_in: timedelta | None

@@ -25,7 +25,7 @@ from gpu_worker.engines.conversations import WAYS, Fields, as_sent, way_of
 from gpu_worker.engines.idle_passes import IdlePasses
 from gpu_worker.engines.llamacpp.keeper import LlamaRefused, LlamaServer
 from gpu_worker.engines.llamacpp.slots import Slot, Slots
-from gpu_worker.engines.next_prompts import UsualWays, next_history
+from gpu_worker.engines.next_prompts import UsualWays, next_history, stated_history
 from gpu_worker.planning.ahead import GAVE_WAY, SHARE
 
 log = logging.getLogger(__name__)
@@ -83,9 +83,11 @@ class SlotAhead(Closing):
 
     def expect(self, session: str, request: Fields) -> int:
         """A client says what it will send next; how many tokens that has. Raises LlamaRefused, OSError."""
-        tokens = self._rendered(request, request["messages"])
-        self._passes.offer(session, Asked(request, None, {}))
-        return len(tokens)
+        asked = Asked(request, None, {})
+        # Before it is taken: what llama.cpp does not render is refused.
+        count = len(self._following(asked))
+        self._passes.offer(session, asked)
+        return count
 
     def close(self) -> None:
         """End the thread, behind the step that it is at."""
@@ -103,7 +105,8 @@ class SlotAhead(Closing):
 
     def _following(self, asked: Asked) -> npt.NDArray[np.int32]:
         if asked.reply is None:
-            return np.asarray(self._rendered(asked.request, asked.request["messages"]), np.int32)
+            told = stated_history(lambda them: self._rendered(asked.request, them), asked.request["messages"])
+            return np.asarray(told, np.int32)
         way = {name: value for name, value in asked.request.items() if name not in WAYS} | asked.usual
         messages = [*asked.request["messages"], asked.reply]
         return np.asarray(next_history(lambda them: self._rendered(way, them), messages), np.int32)

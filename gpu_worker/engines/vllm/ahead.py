@@ -47,7 +47,7 @@ from gpu_worker.engines.conversations import (
     goes_on,
     way_of,
 )
-from gpu_worker.engines.next_prompts import UsualWays, common_count, possible_nexts
+from gpu_worker.engines.next_prompts import UsualWays, common_count, ends_with_reply, possible_nexts
 from gpu_worker.planning.ahead import GAVE_WAY, AheadCounts, AheadQueue, AheadTally
 
 log = logging.getLogger("vllm.ctxcache")
@@ -180,7 +180,7 @@ class AheadMiddleware:
         asked = Asked(body, None, scope, way_of(body), None, asyncio.Event())
         try:
             # Before it is taken: whoever may not ask the server has nothing computed.
-            tokens = await self._rendered(asked, body)
+            tokens = await self._stated(asked)
         except Refused as error:
             await _answer(send, error.status, "the server does not render these messages")
             return
@@ -219,7 +219,7 @@ class AheadMiddleware:
     async def _passed(self, name: str, asked: Asked) -> str:
         """Compute what a conversation's next prompt begins with; what came of it, in few words."""
         if asked.reply is None:
-            computed, following = list[int](), await self._rendered(asked, asked.body)
+            computed, following = list[int](), await self._stated(asked)
         else:
             prompt = await self._rendered(asked, asked.body)
             if asked.prompt_count not in (None, len(prompt)):
@@ -239,6 +239,13 @@ class AheadMiddleware:
                 self._account(self._held.popitem(last=False)[0], ())
         self._show_counts()
         return "computed"
+
+    async def _stated(self, asked: Asked) -> list[int]:
+        """What a client says it will send; behind a reply, what is known before the next message."""
+        *before, last = asked.body["messages"]
+        if not ends_with_reply([last]):
+            return await self._rendered(asked, asked.body)
+        return await self._following(asked._replace(body=asked.body | {"messages": before}), last)
 
     async def _computed(self, asked: Asked, prompt: list[int], reply: Fields) -> list[int]:
         """What is computed of prompt and reply, as far as it can be told without the engine's tokens."""

@@ -398,6 +398,19 @@ async def test_what_a_client_will_send_is_computed_for_who_may_ask() -> None:
     assert len(app.computed[0]) == 137
 
 
+async def test_a_client_may_say_its_history_before_the_next_message() -> None:
+    """Whatever that will say: the thought of the last reply goes before it."""
+    app = App()
+    middleware = AheadMiddleware(app)
+    reply = {"role": "assistant", "content": "answer", "reasoning": THOUGHT}
+    body = {"model": "m", "messages": [{"role": "user", "content": "pruned" * 20}, reply]}
+    status, data = await _post(middleware, body, NEXT)
+    await _until(lambda: bool(app.computed))
+    text = "".join(map(chr, app.computed[0]))
+    assert text == f"<user>{'pruned' * 20}<assistant>answer<user>"
+    assert (status, json.loads(data)) == (202, {"token_count": len(text)})
+
+
 async def test_whatever_is_asked_is_passed_on_as_it_is() -> None:
     """What is no chat, streams that break off, several replies: the server answers, nothing follows."""
     app = App()
