@@ -37,6 +37,7 @@ class Spent:
     """Tokens of history by where they came from, requests, seconds and US dollars of all hosts."""
 
     way: str
+    session_count: int = 0
     history_tokens: int = 0
     local_tokens: int = 0
     bucket_tokens: int = 0
@@ -160,22 +161,26 @@ def play(
             if way == "all" or bucket.is_worth_put(size_bytes, chance, ttl_s, put_bytes):
                 spent.put(bucket.prices, known, put_bytes, now_s + ttl_s, ttl_s)
                 objects[uid] = _Object(size_bytes, now_s + ttl_s)
+    spent.session_count = len(counts)
     return spent.close()
 
 
 def report(spent: Sequence[Spent]) -> Iterator[str]:
     """A table, a line for each way."""
-    yield "| bucket | local | from bucket | computed | PUT | GET | GPU $ | requests $ | storage $ | total $ |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    heads = ("bucket", "found", "local", "from bucket", "computed", "PUT", "GET", "GPU $", "requests $")
+    yield f"| {' | '.join((*heads, 'storage $', 'total $', '$ a million sessions'))} |"
+    yield "|---" * (len(heads) + 3) + "|"
     for one in spent:
         all_tokens = max(one.history_tokens, 1)
-        shares = (one.local_tokens, one.bucket_tokens, one.computed_tokens)
+        found_tokens = one.local_tokens + one.bucket_tokens
+        shares = (found_tokens, one.local_tokens, one.bucket_tokens, one.computed_tokens)
         cells = (
             one.way,
             *(f"{share / all_tokens:.1%}" for share in shares),
             f"{one.put_count:,}",
             f"{one.get_count:,}",
             *(f"{money:.2f}" for money in (one.gpu, one.requests, one.storage, one.total)),
+            f"{one.total / max(one.session_count, 1) * 1e6:,.0f}",
         )
         yield f"| {' | '.join(cells)} |"
 

@@ -8,7 +8,7 @@ name.
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,20 @@ class Setting:
             ssd_bytes=self.ssd_segments * SLOT_BYTES - dram_bytes,
             hints=self.hints,
         )
+
+
+def named_blocks(turns: Iterable[TraceTurn]) -> Iterator[TraceTurn]:
+    """The turns of a trace that names its blocks, as far as their prompts fill blocks."""
+    for turn in turns:
+        history_tokens = turn.history_tokens or 0
+        blocks = (turn.blocks or ())[: (history_tokens + turn.input_tokens) // BLOCK_TOKENS]
+        had_count = min(history_tokens // BLOCK_TOKENS, len(blocks))
+        if blocks:
+            yield turn._replace(
+                blocks=blocks,
+                input_tokens=(len(blocks) - had_count) * BLOCK_TOKENS,
+                history_tokens=had_count * BLOCK_TOKENS,
+            )
 
 
 def scaled(turns: Iterable[TraceTurn]) -> list[TraceTurn]:
