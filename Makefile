@@ -1,7 +1,9 @@
 # Two commands from a fresh clone: `make demo` and `make test`. Everything lands in .venv and .venv-store.
 PYTHON ?= python3
 ARGS ?=
-PYTEST_ARGS ?= -n auto
+# Tests wait for processes, disks and clocks a third of their time.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 3 / 2)
+PYTEST_ARGS ?= -n $(WORKERS)
 # The store's tests run in an order that is drawn; the run prints its seed, and --randomly-seed=N draws it again.
 STORE_ORDER ?=
 BIN := .venv/bin
@@ -16,7 +18,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fleet-demo cluster demo-proof bench-table controls kernels engines engines-ci engines-versions engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-worker coverage wheel newcomer resolve clean
+.PHONY: help demo fleet-demo cluster demo-proof bench-table long controls kernels engines engines-ci engines-versions engines-llamacpp engines-lmcache engines-sglang engines-all stable test lint format docs chart image pod proto check-proto mutants storms history neighbour setup setup-store test-store test-worker coverage wheel newcomer resolve clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,11 +99,14 @@ history: setup ## Let many clients change the same sessions under kills and powe
 neighbour: setup ## Attack a server as one tenant and time another one's small calls (minutes; NEIGHBOUR_ARGS="--attack fork --rounds 5")
 	$(BIN)/python -m tests.faults.neighbour $(NEIGHBOUR_ARGS)
 
+long: setup ## Run what `make test` has in short: fault harnesses and live placement at their whole size (minutes; ARGS="-k crash")
+	$(BIN)/python -m pytest -q -rs -p no:cacheprovider -p no:randomly -m long tests/faults tests/live $(ARGS)
+
 controls: setup ## Plant every bug that a fault harness must find, and see that it does (half an hour; ARGS="--harness crash")
 	@$(BIN)/python -m tests.faults.controls $(ARGS)
 
 storms: setup ## Let all that a store does go on at once, with power cuts and faults, 300 seeds of each kind (ten minutes; SEEDS=1000)
-	CTXCACHE_STORM_SEEDS=$(or $(SEEDS),300) $(BIN)/python -m pytest -q -n auto -p no:cacheprovider tests/cache/test_cache_storm.py tests/cache/test_cache_operated.py $(PYTEST_ARGS)
+	CTXCACHE_STORM_SEEDS=$(or $(SEEDS),300) $(BIN)/python -m pytest -q -p no:cacheprovider tests/cache/test_cache_storm.py tests/cache/test_cache_operated.py $(PYTEST_ARGS)
 
 mutants: setup ## Change one line of the store at a time and see that the tests notice (half an hour on two cores; ARGS="--help")
 	@$(BIN)/python -m tests.mutants.run $(ARGS)

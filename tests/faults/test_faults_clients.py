@@ -1,10 +1,15 @@
 """The client harness finds nothing in the product."""
 
 from tests.faults.clients import HARNESS
+from tests.faults.sizes import sized
 
 
-def test_clients_that_misbehave_harm_nobody() -> None:
-    """Every scenario, in a short form."""
-    report = HARNESS.execute(["--stalled", "30", "--cancels", "40", "--thaws", "1"])
+@sized(
+    short=["--stalled", "20", "--cancels", "20", "--thaws", "1"],
+    long=["--stalled", "60", "--cancels", "150", "--thaws", "2"],
+)
+def test_clients_that_misbehave_harm_nobody(size: list[str]) -> None:
+    """Every scenario."""
+    report = HARNESS.execute(size)
 
     assert report.findings == []

@@ -8,13 +8,15 @@ from ctxcache.client import CallerModel
 from tests.faults.drain import HARNESS
 from tests.faults.planted import command
 from tests.faults.rows import rows_of
+from tests.faults.sizes import sized
 from tests.faults.soak import STORED, model
 from tests.server_process import ServerProcess
 
 
-def test_nothing_begun_or_acknowledged_is_lost_by_a_drain() -> None:
-    """A few drains under load."""
-    report = HARNESS.execute(["--cycles", "2"])
+@sized(short=["--cycles", "2"], long=["--cycles", "20"])
+def test_nothing_begun_or_acknowledged_is_lost_by_a_drain(size: list[str]) -> None:
+    """Drains under load."""
+    report = HARNESS.execute(size)
 
     assert report.findings == []
 

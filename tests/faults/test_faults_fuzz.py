@@ -1,11 +1,15 @@
 """The fuzzer finds nothing in the product."""
 
 from tests.faults.fuzz import HARNESS
+from tests.faults.sizes import sized
 
 
-def test_no_request_gets_through_or_breaks_anything() -> None:
-    """More than a thousand requests and a hundred garbage connections."""
-    report = HARNESS.execute(["--requests", "1600", "--connections", "100"])
+@sized(
+    short=["--requests", "600", "--connections", "40"], long=["--requests", "5000", "--connections", "400"]
+)
+def test_no_request_gets_through_or_breaks_anything(size: list[str]) -> None:
+    """Hundreds of requests, or thousands, and garbage connections."""
+    report = HARNESS.execute(size)
 
     assert report.findings == []
     assert {"answered OK", "answered INVALID_ARGUMENT", "answered NOT_FOUND", "answered ABORTED"} <= set(

@@ -7,6 +7,7 @@ import pytest
 from tests.faults.harness import Report, Unsupported
 from tests.faults.history import HARNESS
 from tests.faults.history_check import Op, check
+from tests.faults.sizes import sized
 
 
 def execute(given: list[str]) -> Report:
@@ -18,17 +19,19 @@ def execute(given: list[str]) -> Report:
         pytest.skip(f"NOTICE: histories over power cuts are not tested here: {reason}")
 
 
-def test_one_order_explains_what_everyone_was_told() -> None:
-    """Kills and pauses of server and clients, in a dozen acts."""
-    report = HARNESS.execute(["--acts", "12"])
+@sized(short=["--acts", "8"], long=["--acts", "60"])
+def test_one_order_explains_what_everyone_was_told(size: list[str]) -> None:
+    """Kills and pauses of server and clients."""
+    report = HARNESS.execute(size)
 
     assert report.findings == []
-    assert report.figures["history_count"] == 36
+    assert report.figures["history_count"] == 3 * int(size[1])
 
 
-def test_one_order_explains_it_over_power_cuts() -> None:
+@sized(short=["--acts", "4", "--power"], long=["--acts", "30", "--power"])
+def test_one_order_explains_it_over_power_cuts(size: list[str]) -> None:
     """Metadata and two SSD directories on disks of their own, which lose different things."""
-    report = execute(["--acts", "5", "--power"])
+    report = execute(size)
 
     assert report.findings == []
     assert report.figures["cut_count"]

@@ -6,6 +6,7 @@ import pytest
 
 from tests.faults.harness import Report, Unsupported
 from tests.faults.powercut import HARNESS
+from tests.faults.sizes import sized
 
 
 def execute(given: list[str]) -> Report:
@@ -17,9 +18,10 @@ def execute(given: list[str]) -> Report:
         pytest.skip(f"NOTICE: power cuts are not tested here: {reason}")
 
 
-def test_power_cuts_lose_nothing_that_was_acknowledged_as_durable() -> None:
-    """A few cuts, of one disk and of two."""
-    report = execute(["--cuts", "8"])
+@sized(short=["--cuts", "6"], long=["--cuts", "60"])
+def test_power_cuts_lose_nothing_that_was_acknowledged_as_durable(size: list[str]) -> None:
+    """Cuts of one disk and of two."""
+    report = execute(size)
 
     assert report.findings == []
     assert report.figures["verified_token_count"]

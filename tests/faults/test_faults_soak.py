@@ -1,10 +1,12 @@
 """The soak finds nothing in the product."""
 
+from tests.faults.sizes import sized
 from tests.faults.soak import HARNESS
 
 
-def test_nothing_is_left_of_what_clients_did() -> None:
-    """Some thousand operations by clients that come and go."""
-    report = HARNESS.execute(["--operations", "1600", "--rounds", "4"])
+@sized(short=["--operations", "1000", "--rounds", "3"], long=["--operations", "8000", "--rounds", "5"])
+def test_nothing_is_left_of_what_clients_did(size: list[str]) -> None:
+    """Operations by clients that come and go."""
+    report = HARNESS.execute(size)
 
     assert report.findings == []

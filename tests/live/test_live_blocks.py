@@ -12,7 +12,13 @@ DRAM_BLOCKS, SSD_BLOCKS, REQUESTS = 64, 360, 150
 
 
 @pytest.mark.parametrize(
-    ("policy", "regime"), [("lru", "shared"), ("value", "rag"), ("value", "fresh"), ("value", "shared")]
+    ("policy", "regime"),
+    [
+        ("lru", "shared"),
+        ("value", "rag"),
+        pytest.param("value", "fresh", marks=pytest.mark.long),
+        pytest.param("value", "shared", marks=pytest.mark.long),
+    ],
 )
 def test_blocks_that_a_store_finds_are_those_of_the_simulator(
     policy: str, regime: str, tmp_path: Path

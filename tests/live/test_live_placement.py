@@ -22,11 +22,18 @@ QUICK = Shape(session_count=50)
 SATURATED = Shape(session_count=60, most_turns=6, most_segments=3, spacing_s=0.5, gap_s=10)
 ONE_SHOT = Shape(session_count=200, once_share=0.7, most_turns=10, most_segments=3, spacing_s=1.0, gap_s=20)
 QUEUED = Shape(session_count=70, most_turns=6, most_segments=3, spacing_s=2.0)
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
     ("policy", "sizes"),
-    [("lru", SMALL), ("lru", LARGE), ("look-ahead", SMALL), ("value", SMALL), ("value", LARGE)],
+    [
+        pytest.param("lru", SMALL, marks=LONG),
+        ("lru", LARGE),
+        pytest.param("look-ahead", SMALL, marks=LONG),
+        ("value", SMALL),
+        pytest.param("value", LARGE, marks=LONG),
+    ],
 )
 def test_every_turn_finds_what_it_finds_in_the_simulator(policy: str, sizes: Sizes, tmp_path: Path) -> None:
     """Hits in DRAM and on SSD, misses and evictions are the simulator's, but for one in a hundred."""
@@ -40,7 +47,8 @@ def test_every_turn_finds_what_it_finds_in_the_simulator(policy: str, sizes: Siz
 
 
 @pytest.mark.parametrize(
-    ("policy", "slot_count", "spacing_s"), [("value", None, 0.5), ("look-ahead", 3, 1.0)]
+    ("policy", "slot_count", "spacing_s"),
+    [("value", None, 0.5), pytest.param("look-ahead", 3, 1.0, marks=LONG)],
 )
 def test_one_shot_sessions_do_not_reach_an_ssd_that_is_full_of_better_ones(
     policy: str, slot_count: int | None, spacing_s: float, tmp_path: Path
@@ -91,7 +99,7 @@ def test_turns_that_waited_in_the_queue_find_their_sessions_in_dram(policy: str,
     assert hits.count(Level.MEMORY) >= 0.99 * len(hits)
 
 
-@pytest.mark.parametrize("slot_count", [None, 2])
+@pytest.mark.parametrize("slot_count", [pytest.param(None, marks=LONG), 2])
 def test_hints_of_returns_and_ends_do_what_they_do_in_the_simulator(
     slot_count: int | None, tmp_path: Path
 ) -> None:
