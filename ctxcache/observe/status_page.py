@@ -17,6 +17,7 @@ from http import HTTPStatus
 from importlib.resources import files
 from time import monotonic
 
+from ctxcache.core.placement.names import WORDS
 from ctxcache.observe.alerts import CRITICAL, HeldAlert
 from ctxcache.observe.endpoint import Answer, Page
 from ctxcache.observe.exposition import Exposition, Sources
@@ -175,14 +176,6 @@ def _columns(
 
 
 REFRESH_WITHOUT_SCRIPT_S = 15
-POLICIES: Mapping[str, str] = {
-    "lru": "the least recently used leaves first",
-    "fifo": "what came first leaves first",
-    "t-lru": "what is soon computed again leaves first, then the least recently used",
-    "look-ahead": "sessions of waiting jobs stay, and of others the least recently used leaves first",
-    "value": "sessions leave first whose expected return is worth least for their bytes",
-}
-"""What leaves first, by the policy's name."""
 MISSES = {
     "never_stored": "never stored under that name",
     "evicted": "evicted to make room",
@@ -266,7 +259,7 @@ def _header(status: Status) -> Html:
             "span",
             "placement: ",
             element("b", policy),
-            f", {POLICIES[policy]}" if policy in POLICIES else "",
+            f", {WORDS[policy]}",
             class_="quiet",
         ),
     )

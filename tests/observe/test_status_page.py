@@ -26,7 +26,7 @@ from ctxcache.cache.leases import ReadRequest
 from ctxcache.cache.state import EMPTY, HIT, RESULTS
 from ctxcache.core.ledger.work import at_work
 from ctxcache.core.observations import QUICK_S, Histogram
-from ctxcache.core.placement.names import POLICY_NAMES
+from ctxcache.core.placement.names import POLICY_NAMES, WORDS
 from ctxcache.format.checksums import wire_checksum
 from ctxcache.observe import moment, status_page, status_page_guide, status_page_markup
 from ctxcache.observe.alerts import STORE_ALERTS, holding
@@ -490,7 +490,7 @@ async def test_the_page_names_its_store_and_its_placement(tmp_path: Path) -> Non
 
 def test_every_policy_and_every_reason_has_words() -> None:
     """None is shown by its name alone."""
-    assert set(status_page.POLICIES) == set(POLICY_NAMES)
+    assert set(WORDS) == set(POLICY_NAMES)
     assert set(status_page.MISSES) == set(RESULTS) - {HIT, EMPTY}
 
 

@@ -75,10 +75,11 @@ class Policy:
     def recalled(self, uid: bytes, facts: Facts, idle_s: float, *, is_watched: bool = True) -> None:  # noqa: ARG002
         """The store has had the session since before the policy knew it: from an earlier run, or asleep.
 
-        The session was idle for `idle_s` when the store was opened. Its last use was before all uses since
-        then. An `idle_s` below 0 is what `slept` returned. A store that is opened tells of the watched
-        sessions first, the longest idle before others. The other sessions follow when somebody needs them.
-        Their returns teach nothing, because a session that stays away may never be told.
+        `idle_s` says when the session was last used. At 0 and above: so many seconds before the store was
+        opened. Below 0: what `slept` returned, which orders uses since then and is no time. A store that is
+        opened tells of the watched sessions first, the longest idle before others. The other sessions follow
+        when somebody needs them. Their returns teach nothing, because a session that stays away may never be
+        told.
         """
         self.idle(uid, facts, 0.0)
 
@@ -133,7 +134,7 @@ class Policy:
         """A bucket has all of the session as it is now: a miss costs what fetching it from there costs."""
 
     def gives_way(self, uid: bytes, comer: bytes) -> bool:  # noqa: ARG002  the default ignores them
-        """Whether this session may leave the tier below for `comer` to be written there."""
+        """Whether `uid` may leave SSD so that `comer` is written there."""
         return True
 
     def chance(self, uid: bytes) -> float:  # noqa: ARG002  the default knows nothing of returns
@@ -190,8 +191,9 @@ Fallen = Callable[[bytes], None]
 class Ranked(Policy):
     """A policy by whose ranks sessions leave, the lowest first: the store, and memory.
 
-    Each class says whether it `ranks_holders`. A policy does that ranks by sizes, turns, hints or returns,
-    which a block has not. A policy that ranks by the order of uses alone does not.
+    Each class says whether it ranks holders (`class Mine(Ranked, ranks_holders=True)`): True for a policy
+    whose ranks need sizes, turns, hints or returns, because a block has none of these; False for a policy by
+    the order of uses alone.
 
     Dormant sessions have no rank, so that a million of them take little memory. They leave in the order of
     their last use, whatever the policy (docs/placement.md, Sleep).
@@ -218,8 +220,8 @@ class Ranked(Policy):
         return rank is None or comers_rank is None or rank < comers_rank
 
     def watch(self, fallen: Fallen) -> None:
-        """Let `fallen` hear of every session whose rank may have fallen.
+        """Let `fallen` hear of every session whose rank may have fallen, so that it would leave earlier.
 
-        A rank that rose is not told: the store asks again before a session leaves.
+        A session that would leave later need not be told: the store asks again before one goes.
         """
         self._fallen = fallen
