@@ -36,6 +36,7 @@ from ctxcache.client.wire import Closing
 from ctxcache.errors import (
     CacheError,
     DeadlineExceeded,
+    FleetNotFound,
     IncompleteAppend,
     InvalidArgument,
     TooManyRequests,
@@ -99,8 +100,7 @@ class Sorter:
                 lane.close()
                 # One flush, behind the last commit: a flush of each piece would write the growing tail anew.
                 if progress.durability != Durability.MEMORY and progress.failure is None:
-                    is_shared = progress.durability == Durability.SHARED
-                    self._client.sessions.open(progress.name).flush(is_shared=is_shared)
+                    self._flush(progress.name, is_shared=progress.durability == Durability.SHARED)
         except CacheError as error:
             log.warning("save_failed session=%s reason=%s error=%s", progress.name, error.reason, error)
             failure = error
@@ -114,6 +114,15 @@ class Sorter:
         with suppress(CacheError):
             lane.close()
         return failure
+
+    def _flush(self, name: str, *, is_shared: bool) -> None:
+        session = self._client.sessions.open(name)
+        try:
+            session.flush(is_shared=is_shared)
+        except FleetNotFound:
+            # A store that is alone has a disk all the same.
+            session.flush()
+            raise
 
 
 @dataclass(frozen=True, slots=True)

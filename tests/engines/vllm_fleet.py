@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import ctxcache
 from ctxcache.fleet.peers import SILENT_S
 from gpu_worker.engines.vllm.handover import KEY
 from lab.engines.families import SHAPE
@@ -36,8 +38,9 @@ SALTS = (f"nobody's {number}" for number in itertools.count())
 
 @dataclass
 class Fleet:
-    """Engines and their stores, by host."""
+    """Engines of one model and their stores, by host."""
 
+    model: Path
     engines: list[VllmEngine]
     stores: list[ServerProcess]
     draw: random.Random = field(default_factory=lambda: random.Random(1))
@@ -101,7 +104,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             )
             for number, (store, host) in enumerate(zip(stores, HOSTS, strict=True))
         ]
-        made = Fleet(engines, stores)
+        made = Fleet(place / "tiny", engines, stores)
         # Each store hears of its engine's host with the first prompt, and says so at its next beat.
         for number in range(len(HOSTS)):
             made.turn(number, words(made.draw, 100), None)
@@ -167,6 +170,35 @@ def test_a_host_that_hangs_or_dies_costs_its_rows(fleet: Fleet) -> None:
         assert time.monotonic() < deadline
         prompt = words(fleet.draw, FIRST)
         fleet.turn(0, prompt, None)
+
+
+def test_a_shared_conversation_goes_on_where_its_host_is_dead(fleet: Fleet, tmp_path: Path) -> None:
+    """An engine said `shared`: the bucket has its turn when the store dies. What is on disk is computed."""
+    first, nexts = fleet.stores[0], dict[str, list[int]]()
+    for level in ("shared", "disk"):
+        own: dict[str, Any] = {"max_model_len": 4096, "extra": {"durability": level}}
+        with (
+            VllmEngine(fleet.model, first.target, tmp_path / level, **own) as engine,
+            ctxcache.connect(first.target) as cache,
+        ):
+            before = cache.admin.fleet().shared_object_count
+            prompt = words(fleet.draw, FIRST)
+            reply = engine.turn(prompt, f"dave-{level}", COUNT)
+            nexts[level] = [*prompt, *reply.token_ids, *words(fleet.draw, NEXT)]
+            deadline = time.monotonic() + 60
+            # The engine saves behind its reply.
+            while not (
+                cache.admin.fleet().shared_object_count > before
+                if level == "shared"
+                else cache.sessions.get(f"sessions/dave-{level}").ssd_bytes
+            ):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    first.kill9()
+    cached = {level: fleet.turn(1, prompt, f"dave-{level}").cached_count for level, prompt in nexts.items()}
+    first.start()
+    assert cached["shared"] >= FIRST
+    assert cached["disk"] == 0
 
 
 @pytest.mark.parametrize("session", [None, "carol"])

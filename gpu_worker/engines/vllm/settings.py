@@ -95,7 +95,8 @@ SessionLabels = Annotated[Labels, BeforeValidator(lambda given: given if given =
 class ConnectorSettings(StoreSettings):
     """The fields of `kv_connector_extra_config`."""
 
-    durability: Level = "disk"
+    durability: Level | Literal["shared"] = "disk"  # type: ignore[assignment]  # more than plugins of blocks
+    """`shared`: a session is in the fleet's bucket, too, once its turn is saved, and outlives this host."""
     model_id: ModelId | None = None
     state: Literal["blocks", "kv", "hidden"] = "blocks"
     prefixes: bool = True
