@@ -11,6 +11,7 @@ from ctxcache.cli.call import CliCall, online, watched
 from ctxcache.cli.documents import examples
 from ctxcache.cli.failures import ExitCode
 from ctxcache.cli.units import parse_span, parsed
+from ctxcache.client import Client
 from ctxcache.client.types import CollectedFleet, PublishedSessions
 
 app = typer.Typer()
@@ -26,30 +27,51 @@ def status(call: CliCall) -> None:
         call.show(client.admin.fleet())
 
 
-@fleet.command("publish", epilog=examples("ctxcache fleet publish", "ctxcache fleet publish --rows"))
+@fleet.command("publish", epilog=examples("ctxcache fleet publish"))
 @online
-def publish(
-    call: CliCall,
-    *,
-    rows: Annotated[
-        bool, typer.Option("--rows", help="Put their rows into the bucket, too: the store may go then.")
-    ] = False,
-) -> None:
+def publish(call: CliCall) -> None:
     """Have the bucket know of every session of this store.
 
     A store that was alone is asked so before others are added. Exits with 6 where the bucket does not know of
     one at the end.
     """
-    last = PublishedSessions()
-    with (
-        call.client() as client,
-        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar,
-    ):
-        task = bar.add_task("publishing")
-        for last in client.admin.publish_sessions(has_rows=rows):
-            bar.update(task, total=last.session_count, completed=last.done_count)
-    call.show(last)
-    if last.failed_count:
+    with call.client() as client, _bar() as bar:
+        last = _published(client, bar, has_rows=False)
+    _show(call, last)
+
+
+@fleet.command("leave", epilog=examples("ctxcache fleet leave"))
+@online
+def leave(call: CliCall) -> None:
+    """Put every session of this store into the bucket, and take no more work: before it goes for good.
+
+    The store serves until its rows are there, and drains while the last ones follow. Exits with 6 where the
+    bucket lacks a session. If that was so before the drain, the store serves on.
+    """
+    with call.client() as client, _bar() as bar:
+        last = _published(client, bar, has_rows=True)
+        if not last.failed_count:
+            task = bar.add_task("draining", total=None)
+            for _ in client.admin.drain():
+                bar.update(task)
+            last = _published(client, bar, has_rows=True)
+    _show(call, last)
+
+
+def _bar() -> Progress:
+    return Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+
+
+def _published(client: Client, bar: Progress, *, has_rows: bool) -> PublishedSessions:
+    last, task = PublishedSessions(), bar.add_task("publishing")
+    for last in client.admin.publish_sessions(has_rows=has_rows):
+        bar.update(task, total=last.session_count, completed=last.done_count)
+    return last
+
+
+def _show(call: CliCall, published: PublishedSessions) -> None:
+    call.show(published)
+    if published.failed_count:
         raise typer.Exit(ExitCode.UNAVAILABLE)
 
 
@@ -72,10 +94,7 @@ def collect(
     Each day one store of the fleet does so unasked.
     """
     last, least = CollectedFleet(), parsed(parse_span, grace, "--grace")
-    with (
-        call.client() as client,
-        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar,
-    ):
+    with call.client() as client, _bar() as bar:
         task = bar.add_task("collecting", total=100)
         for last in client.admin.collect_fleet(is_dry_run=dry_run, grace=least):
             bar.update(task, completed=last.done_percent)

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ctxcache.cli.main import app
+from ctxcache.errors import Draining
 from tests.fleet.stores import Stores, User
 from tests.fleet.test_stores import published
 from tests.server_process import ServerProcess
@@ -99,21 +101,46 @@ def test_the_way_back_is_open(tmp_path: Path, stores: Stores, users: list[User])
 
 def test_a_store_that_goes_for_good_leaves_its_sessions(stores: Stores, users: list[User]) -> None:
     """With their rows in the bucket they are found at once, though nobody is there to be asked."""
-    published = _published(stores.processes[0], "--rows")
-    assert (published["session_count"], published["published_count"], published["failed_count"]) == (3, 3, 0)
+    left = _said(stores.processes[0], "leave")
+    assert (left["session_count"], left["published_count"], left["failed_count"]) == (3, 3, 0)
+    assert not stores.clients[0].admin.health()
+    # One comes while the store drains, and may still be asked; the others when it has gone.
+    assert users[0].turn(1) == 370
     assert stores.processes[0].terminate() == 0
-    assert [user.turn(1) for user in users] == [370] * 3
+    assert [user.turn(1) for user in users[1:]] == [370] * 2
     assert all(user.computed == 0 for user in users)
+
+
+def test_what_is_added_while_a_store_leaves_comes_along(stores: Stores, users: list[User]) -> None:
+    """Every turn that was answered until the store took no more work is in the bucket."""
+    user, answered = users[2], [370]
+
+    def talk() -> None:
+        while True:
+            try:
+                user.turn(0)
+            except Draining:
+                return
+            answered[0] = len(user.tokens)
+
+    with ThreadPoolExecutor(1) as threads:
+        talking = threads.submit(talk)
+        while answered[0] == 370:
+            time.sleep(0.01)
+        assert _said(stores.processes[0], "leave")["failed_count"] == 0
+        talking.result(30)
+    assert stores.processes[0].terminate() == 0
+    assert user.found(1) >= answered[0] > 370
 
 
 def _type_the_pages_lines(store: ServerProcess) -> None:
     (line,) = re.findall(r"-- (ctxcache --target \S+ fleet publish)`", PAGE.read_text())
     assert PLACE in line
-    assert _published(store)["published_count"] == 3
+    assert _said(store, "publish")["published_count"] == 3
 
 
-def _published(store: ServerProcess, *options: str) -> dict[str, Any]:
+def _said(store: ServerProcess, command: str) -> dict[str, Any]:
     target = ("--target", store.unix_target)
-    shown = CliRunner().invoke(app, [*target, "--output", "json", "fleet", "publish", *options])
+    shown = CliRunner().invoke(app, [*target, "--output", "json", "fleet", command])
     assert shown.exit_code == 0, shown.output
     return cast("dict[str, Any]", json.loads(shown.output))
