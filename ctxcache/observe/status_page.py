@@ -259,7 +259,7 @@ def _header(status: Status) -> Html:
             "span",
             "placement: ",
             element("b", policy),
-            f", {WORDS[policy]}",
+            f", {WORDS[policy]}" if policy in WORDS else "",
             class_="quiet",
         ),
     )
