@@ -204,9 +204,7 @@ class _Backup:
         async with self._flushing.lock(session):
             # No client could ask for a hidden one: a guest goes on at another store, a former rendering ends
             # with its owner.
-            is_over = (
-                session.is_gone or session.is_hidden or session.expire_time_ns <= self._state.clock.now_ns()
-            )
+            is_over = session.is_gone or session.is_hidden or session.has_expired(self._state.clock.now_ns())
             model = self._models.get((session.tenant, session.model_id))
             if is_over or model is None:
                 return None

@@ -334,7 +334,7 @@ class Appends:
             raise ReservationNotFound(reservation_id=reservation.reservation_id)
         now_ns = self._state.clock.now_ns()
         # Others were told that the session is gone. A commit must not bring it back.
-        if session.expire_time_ns <= now_ns:
+        if session.has_expired(now_ns):
             self.release(reservation, is_abandoned=True)
             raise SessionNotFound(session=session.name)
         reservation.check(token_count)

@@ -170,7 +170,7 @@ class Blocks:
         layout, is_in_memory, hit = None, False, ABSENT
         answers = []
         for block in self._ledger.blocks_under(tenant, space, keys):
-            if block is None or block.expire_time_ns <= now_ns:
+            if block is None or block.has_expired(now_ns):
                 answers.append(ABSENT)
             elif block.token_count:
                 # A block that is there and not withheld shows its one segment.
@@ -202,14 +202,14 @@ class Blocks:
     def _shown(self, tenant: str, space: bytes, keys: Iterable[bytes], now_ns: int) -> list[Session | None]:
         """The blocks under these keys that are there whole at that time; None for the others."""
         return [
-            block if block is not None and block.token_count and block.expire_time_ns > now_ns else None
+            block if block is not None and block.token_count and not block.has_expired(now_ns) else None
             for block in self._ledger.blocks_under(tenant, space, keys)
         ]
 
     def _there(self, tenant: str, space: bytes, key: bytes, now_ns: int) -> Session | None:
         """A block that is there or being written, and has not expired."""
         block = self._ledger.named(tenant, block_id(space, key))
-        if block is None or block.expire_time_ns <= now_ns:
+        if block is None or block.has_expired(now_ns):
             return None
         self._ledger.lost.reckon(block)
         return block if block.token_count or block.uid in self._puts else None

@@ -168,7 +168,7 @@ class Sessions:
                 if name.startswith(HIDDEN):
                     return
                 session = self._ledger.glance(tenant, name)
-                if session is None or session.expire_time_ns <= now_ns:
+                if session is None or session.has_expired(now_ns):
                     # The session has expired, and is not removed yet.
                     continue
                 if model_id in ("", session.model_id) and wanted.issubset(session.labels):
@@ -587,7 +587,7 @@ class Sessions:
             # The limit counts sessions. Blocks have a limit of their own.
             raise TooManyRequests(what="sessions", limit=limit)
         known = self._ledger.named(tenant, session_id)
-        if known and known.expire_time_ns > self._state.clock.now_ns():
+        if known and not known.has_expired(self._state.clock.now_ns()):
             raise SessionAlreadyExists(session=known.name)
 
     # -- a fleet of hosts ----------------------------------------------------------------------------

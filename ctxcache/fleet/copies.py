@@ -67,7 +67,7 @@ class HostCopies:
         """A session that has not expired, to be looked at."""
         session = self._cache.ledger.glance(*name)
         now_ns = self._cache.state.clock.now_ns()
-        return None if session is None or session.expire_time_ns <= now_ns else session
+        return None if session is None or session.has_expired(now_ns) else session
 
     def _guest_of_uid(self, uid: str) -> Session | None:
         session = self._cache.ledger.get(bytes.fromhex(uid))

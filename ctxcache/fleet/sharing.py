@@ -503,7 +503,7 @@ class Sharing:
     def _session(self, name: Name) -> Session | None:
         session = self._cache.ledger.named(*name)
         now_ns = self._cache.state.clock.now_ns()
-        return None if session is None or session.expire_time_ns <= now_ns else session
+        return None if session is None or session.has_expired(now_ns) else session
 
     def _path(self, name: Name, made: str) -> str:
         return self._secret.objects_folder(name) + made

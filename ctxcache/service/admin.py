@@ -196,7 +196,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         happened = state.journal.history.of(tenant, session_id)
         answer.name = f"sessions/{session_id}"
         session = ledger.named(tenant, session_id)
-        if session is not None and session.expire_time_ns > state.clock.now_ns():
+        if session is not None and not session.has_expired(state.clock.now_ns()):
             # Notes about a session are reckoned late, so that they come before its history is told.
             ledger.lost.reckon(session)
             happened = state.journal.history.of(tenant, session_id)

@@ -264,7 +264,7 @@ class Ledger:
         if session is None:
             session = self.named(tenant, session_id)
         # Upkeep removes expired sessions some time later. Until then a look-up already takes them for gone.
-        if session is None or session.expire_time_ns <= now_ns:
+        if session is None or session.has_expired(now_ns):
             raise SessionNotFound(session=f"sessions/{session_id}")
         # Paths were lost or came back: sessions pay for that when they are looked up, not all at once.
         self.lost.reckon(session)
@@ -273,7 +273,7 @@ class Ledger:
 
     def check_expiry(self, session: Session) -> None:
         """Raise SessionNotFound once the session's time has come, whatever still keeps it in memory."""
-        if session.expire_time_ns <= self._clock.now_ns():
+        if session.has_expired(self._clock.now_ns()):
             raise SessionNotFound(session=session.name)
 
     def named(self, tenant: str, session_id: str) -> Session | None:
@@ -399,7 +399,7 @@ class Ledger:
             looked_at += 1
             for uid in islice(self._likely_holders(segment), HOLDERS_LOOKED_AT):
                 session = self.names.by_uid[uid]
-                is_there = session.expire_time_ns > now_ns and self._is_owned(session, now_ns)
+                is_there = not session.has_expired(now_ns) and self._is_owned(session, now_ns)
                 if is_there and holds(session, segment, row_count):
                     self.lost.reckon(session)
                     # Once more: the reckoning may have withheld some of its tokens.
@@ -428,7 +428,7 @@ class Ledger:
             return True
         # The owner's time may have come, and upkeep not yet.
         owner = self.glance(session.tenant, session.owner_id)
-        return owner is not None and owner.expire_time_ns > now_ns
+        return owner is not None and not owner.has_expired(now_ns)
 
     def with_formers(self, session: Session) -> list[Session]:
         """The session, and its former renderings by last use: they end in the same step."""
@@ -655,7 +655,7 @@ class Ledger:
 
         Every access comes here, so that none revives a session that others were told is gone.
         """
-        if session.expire_time_ns <= now_ns:
+        if session.has_expired(now_ns):
             return
         session.touch(now_ns)
         self.accesses_by_tenant[session.tenant] += 1

@@ -338,6 +338,10 @@ class Session:
         """Whether it was deleted, has expired or was evicted, or is asleep and to be asked for again."""
         return self.use in (Use.GONE, Use.DORMANT)
 
+    def has_expired(self, now_ns: int) -> bool:
+        """Whether its time is over, whether it has been ended since or not: every look-up refuses it."""
+        return self.expire_time_ns <= now_ns
+
     @property
     def size_bytes(self) -> int:
         """Bytes of slots that hold the whole session once."""
