@@ -117,8 +117,8 @@ engines: ## Run real engines on a real store: vLLM, LMCache, SGLang's cache and 
 engines-ci: ## The part of it that CI runs: vLLM with prefixes, sessions, eviction, a store stopped and killed (two minutes)
 	@$(PYTHON) scripts/run_engines.py vllm-ci -- $(ARGS)
 
-engines-versions: ## Run what each version of vLLM must do with a store, each in an environment of its own, and write docs/vllm.md's table (an hour; ARGS="0.28 --keep DIR")
-	@$(PYTHON) scripts/vllm_versions.py $(ARGS)
+engines-versions: ## Run what each version of vLLM, LMCache, SGLang and llama.cpp must do with a store, each in an environment of its own, and write the tables of their pages (an hour; ARGS="vllm lmcache==0.5.4 --keep DIR")
+	@$(PYTHON) scripts/engine_versions.py $(ARGS)
 
 engines-llamacpp: ## The part of it that is llama.cpp (a minute)
 	@$(PYTHON) scripts/run_engines.py llamacpp -- $(ARGS)

@@ -32,11 +32,13 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.runtime_context import get_serving
+from sglang.version import __version__
 
 from ctxcache.client import BlockPart, BlockSpace, Client
 from ctxcache.client.types import LookupState
 from gpu_worker.engines.link import LinkState, Refused, StoreLink, StoreSettings
 from gpu_worker.engines.spaces import model_of
+from gpu_worker.engines.tried import warn_if_untried
 from gpu_worker.model.spec import digest_checkpoint
 
 log = logging.getLogger(__name__)
@@ -134,6 +136,7 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         """Raises Refused."""
         del kwargs
+        warn_if_untried("SGLang", __version__)
         # SGLang passes its factory's own fields on with the others.
         given = {k: v for k, v in (storage_config.extra_config or {}).items() if k not in FACTORY}
         self._settings = HiCacheSettings.of(given, WHERE)
@@ -395,7 +398,8 @@ class CtxcacheHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped package
         config, pool = self._config, self._pools[name]
         # All ranks of tensor parallelism share the state of latent attention, but not Mamba's.
         is_shared = config.is_mla_model and name != str(PoolName.MAMBA)
-        tensor_rank = config.dcp_rank if is_shared else config.tp_rank
+        # SGLang 0.5.23 divides that state where decoding is context-parallel; before, no rank has a part.
+        tensor_rank = getattr(config, "dcp_rank", 0) if is_shared else config.tp_rank
         ranks = (
             tensor_rank,
             config.tp_size,

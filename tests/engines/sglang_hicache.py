@@ -225,8 +225,9 @@ def test_a_hybrid_model_is_restored_where_all_its_state_is(store: ServerProcess)
     assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [2, 4])
     every = PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.ALL_PAGES)
     assert backend.batch_exists_v2(keys_of(*range(8)), [every]).kv_hit_pages == 0
-    unknown = PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.BLOCK_GROUPS)
-    assert backend.batch_exists_v2(keys_of(*range(8)), [unknown]).kv_hit_pages == 0
+    for policy in set(PoolHitPolicy) - {PoolHitPolicy.TRAILING_PAGES, PoolHitPolicy.ALL_PAGES}:
+        unknown = PoolTransfer(PoolName.MAMBA, hit_policy=policy)
+        assert backend.batch_exists_v2(keys_of(*range(8)), [unknown]).kv_hit_pages == 0, policy
     kv.kv_buffer.zero_()
     states.states.zero_()
     wanted = [
@@ -340,6 +341,8 @@ def test_a_damaged_page_is_a_miss(store: ServerProcess, tmp_path: Path) -> None:
 
 def test_sglangs_own_injected_failures_never_give_wrong_bytes(store: ServerProcess) -> None:
     """Calls fail and are delayed at random; whatever is said to be there is right."""
+    if not hasattr(envs, "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE"):
+        pytest.skip("SGLang injects failures from 0.5.23 on")
     pool = KvPool("page_first")
     fill(pool, *range(8))
     limits = envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE, envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import vllm.version
 
-from gpu_worker.engines.vllm import versions
-from gpu_worker.engines.vllm.versions import DIFFERENCES, TRIED, has, minor_of
+from gpu_worker.engines import tried
+from gpu_worker.engines.vllm.versions import DIFFERENCES, has
 from lab.engines.vllm_process import VllmEngine
 from tests.engines.vllm_small import model, store
 from tests.server_process import ServerProcess
@@ -22,8 +22,8 @@ from tests.server_process import ServerProcess
 __all__ = ["model", "store"]
 
 UNTRIED = """
-from gpu_worker.engines.vllm import versions
-versions.TRIED = ((0, 1),)
+from gpu_worker.engines.tried import TRIED
+TRIED["vLLM"] = ("0.1",)
 class Nothing:
     pass
 """
@@ -60,21 +60,15 @@ def test_vllm_has_a_part_from_the_version_on_that_its_row_says(name: str) -> Non
     assert is_there(DIFFERENCES[name].part) == has(name)
 
 
-def test_versions_are_read_by_their_first_two_numbers() -> None:
-    """Releases, builds of a platform, and builds of a day; a build of no version is as the newest."""
-    known = {"0.32.0": (0, 32), "0.28.0+cpu": (0, 28), "0.33.1.dev12+g0a1b2c3": (0, 33), "1.0": (1, 0)}
-    assert {version: minor_of(version) for version in (*known, "dev")} == known | {"dev": None}
-
-
 @pytest.mark.parametrize("name", ["CtxcacheConnector", "CtxcacheOffloadingConnector"])
 def test_a_version_that_cannot_work_is_refused_with_those_that_do(name: str) -> None:
     """When vLLM imports its connector, by one sentence."""
     command = (sys.executable, "-c", IMPORT, "0.25.1", name)
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
-    tried = ", ".join(f"{major}.{minor}" for major, minor in TRIED)
+    names = ", ".join(tried.TRIED["vLLM"])
     said = (
-        f"gpu_worker.engines.link.Refused: vLLM 0.25.1 is not served: 0.26 and later are, tried with {tried}"
+        f"gpu_worker.engines.link.Refused: vLLM 0.25.1 is not served: 0.26 and later are, tried with {names}"
     )
     assert ran.stderr.splitlines()[-1] == said
 
@@ -88,7 +82,7 @@ def test_a_version_that_was_not_tried_starts_with_one_warning(
     is_tried: bool,
 ) -> None:
     """It serves, and the log says once that nobody has run it; of a version of the table it says nothing."""
-    assert minor_of(vllm.version.__version__) in versions.TRIED
+    assert tried.is_tried("vLLM", vllm.version.__version__)
     (tmp_path / "untried.py").write_text(UNTRIED)
     options: dict[str, Any] = (
         {} if is_tried else {"worker_extension_cls": "untried.Nothing", "packages": str(tmp_path)}

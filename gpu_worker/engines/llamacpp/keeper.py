@@ -37,6 +37,7 @@ from gpu_worker.engines.llamacpp import LlamaSettings
 from gpu_worker.engines.names import session_id
 from gpu_worker.engines.reasons import Reasons
 from gpu_worker.engines.spaces import model_of
+from gpu_worker.engines.tried import warn_if_untried
 
 log = logging.getLogger(__name__)
 
@@ -328,6 +329,7 @@ class LlamaServer:
     """llama.cpp's own server on a port of this host that only the proxy knows. Raises RuntimeError."""
 
     def __init__(self, settings: LlamaSettings) -> None:
+        warn_if_untried("xllamacpp", xllamacpp.__version__)
         # Opened before llama.cpp loads them: `space` digests the
         # same files, even if the names lead elsewhere by then.
         self._files = [path.open("rb") for path in model_files(settings.model)]
@@ -336,7 +338,12 @@ class LlamaServer:
         parameters = common_parameters(settings)
         parameters.model.path = str(settings.model)
         # Port 0: the system chooses, and only this process knows which one.
-        parameters.hostnames, parameters.port = ["127.0.0.1"], 0
+        parameters.port = 0
+        # xllamacpp listens on several addresses since 2026.10.
+        if hasattr(parameters, "hostnames"):
+            parameters.hostnames = ["127.0.0.1"]
+        else:
+            parameters.hostname = "127.0.0.1"
         parameters.n_parallel, parameters.n_ctx = settings.slot_count, settings.context_tokens
         # Descriptors of this process name the files, so that nobody else can open them.
         parameters.slot_save_path = "/proc/self/fd/"

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import lmcache
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +20,7 @@ from ctxcache.client import BlockSpace, Client
 from ctxcache.format.model import ModelSpec
 from gpu_worker.engines.link import Refused, StoreLink, StoreSettings
 from gpu_worker.engines.spaces import model_of
+from gpu_worker.engines.tried import warn_if_untried
 from gpu_worker.model.spec import digest_checkpoint
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class ChunkSettings(StoreSettings):
 
     def link(self) -> "StoreLink[Weights]":
         """A link to the store, for what is known of the model's weights."""
+        warn_if_untried("LMCache", lmcache.__version__)
         return StoreLink(self.connect, self._weights)
 
     def _weights(self, client: Client) -> "Weights":

@@ -1,20 +1,20 @@
-"""The versions of vLLM that are served, and all in which they differ.
+"""All in which the versions of vLLM differ that are served; `tried.py` has which those are.
 
 Each row of DIFFERENCES is something that vLLM has from one version on, and what follows stands in for it on
 an earlier version. Other modules ask by a row's name, and know no version. Worst case: a version that nobody
 tried, which has changed one of these parts. It starts with a warning.
 """
 
-import functools
 import gc
-import logging
 from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm.version
 
+from gpu_worker.engines import tried
 from gpu_worker.engines.link import Refused
+from gpu_worker.engines.tried import TRIED, numbers_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -22,17 +22,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
     from vllm.v1.request import Request
 
-log = logging.getLogger(__name__)
-
-Minor = tuple[int, int]
-TRIED: tuple[Minor, ...] = ((0, 26), (0, 28), (0, 30), (0, 31), (0, 32))
-"""The versions that `make engines-versions` runs: docs/vllm.md has its table."""
-
 
 class Difference(NamedTuple):
     """Something that vLLM has from one version on."""
 
-    since: Minor
+    since: tuple[int, int]
     part: str
     """Its name in vLLM: `module:name`, or `module:class.attribute`."""
     without: str = ""
@@ -77,30 +71,16 @@ DIFFERENCES = {
 }
 
 
-def minor_of(version: str) -> Minor | None:
-    """The first two numbers of a version; None for a build that has none."""
-    first, _, rest = version.partition(".")
-    second = rest.partition(".")[0]
-    return (int(first), int(second)) if first.isdecimal() and second.isdecimal() else None
-
-
 def check_version(version: str) -> None:
     """Raise Refused for a version that cannot work."""
-    minor = minor_of(version)
-    if minor is not None and minor < TRIED[0]:
-        raise Refused(f"vLLM {version} is not served: 0.{TRIED[0][1]} and later are, tried with {_tried()}")
+    if (numbers := numbers_of(version)) and numbers < numbers_of(TRIED["vLLM"][0]):
+        names = ", ".join(TRIED["vLLM"])
+        raise Refused(f"vLLM {version} is not served: {TRIED['vLLM'][0]} and later are, tried with {names}")
 
 
-@functools.cache
 def warn_if_untried() -> None:
-    """Warn once of a version that was not tried."""
-    version: str = vllm.version.__version__
-    if minor_of(version) not in TRIED:
-        log.warning("vLLM %s was not tried with ctxcache, %s were: compare replies first", version, _tried())
-
-
-def _tried() -> str:
-    return ", ".join(f"{major}.{minor}" for major, minor in TRIED)
+    """Warn once where the installed version was not run."""
+    tried.warn_if_untried("vLLM", vllm.version.__version__)
 
 
 # Before any other module of vLLM is imported: a version that lacks one gets a sentence, no ImportError.
@@ -109,8 +89,8 @@ check_version(vllm.version.__version__)
 
 def has(name: str) -> bool:
     """Whether this vLLM has what a row of DIFFERENCES names."""
-    minor = minor_of(vllm.version.__version__)
-    return minor is None or minor >= DIFFERENCES[name].since
+    numbers = numbers_of(vllm.version.__version__)
+    return not numbers or numbers >= DIFFERENCES[name].since
 
 
 # -- a request's words ---------------------------------------------------------------------------------------
