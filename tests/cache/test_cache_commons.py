@@ -4,8 +4,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cache_rig import SEGMENT_TOKENS, DiskRig, MemoryRig, Token, Writer, expected
+from cache_rig import SEGMENT_TOKENS, TENANT, DiskRig, MemoryRig, Token, Writer, expected
 
+from ctxcache.core.ledger.session import NAMELESS_TTL_NS, Expiration, Session
 from ctxcache.core.placement.baselines import LeastRecentlyUsed
 from ctxcache.core.placement.order import Key
 from ctxcache.core.placement.policy import Facts
@@ -72,6 +73,13 @@ async def fill(rig: DiskRig, writer: Writer, count: int) -> None:
         await rig.append(name, writer.make(PROMPT + OWN), is_durable=True)
 
 
+def known(rig: DiskRig, name: str) -> Session:
+    """The session of that name."""
+    session = rig.cache.ledger.named(TENANT, name)
+    assert session is not None
+    return session
+
+
 def hidden(rig: DiskRig) -> list[str]:
     """Sessions that no client can ask for."""
     return [name for name in rig.names() if name.startswith("~")]
@@ -95,6 +103,35 @@ async def test_a_prompt_that_two_began_with_stays_without_a_name_and_is_found(
     await rig.restart()
     assert await chat(rig, "c", prompt, writer.make(OWN)) == PROMPT
     assert await rig.read("c", 0, PROMPT) == expected(prompt)
+    await rig.check()
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+async def test_what_stays_has_no_label_and_ends_an_hour_behind_its_last_use(
+    rig: DiskRig, *, is_fixed: bool
+) -> None:
+    """Nobody could delete it by a name or a label; its session would have stayed for a day."""
+    writer = Writer(1)
+    prompt = writer.make(PROMPT)
+    for name in "ab":
+        await chat(rig, name, prompt, writer.make(OWN))
+        now_ns = rig.clock.now_ns()
+        day_ns = 24 * NAMELESS_TTL_NS
+        await rig.cache.sessions.update(
+            TENANT,
+            name,
+            expiration=Expiration(None, now_ns + day_ns) if is_fixed else Expiration(day_ns),
+            is_pinned=False,
+        )
+        known(rig, name).labels = (("user", "4711"),)
+    await fill(rig, writer, 5)
+    await rig.restart()
+    (kept,) = [known(rig, name) for name in hidden(rig)]
+    assert kept.labels == ()
+    rig.clock.advance(seconds=NAMELESS_TTL_NS // 10**9 - 1)
+    assert (await rig.match(prompt)).token_count == PROMPT
+    rig.clock.advance(seconds=2)
+    assert (await rig.match(prompt)).token_count == 0
     await rig.check()
 
 

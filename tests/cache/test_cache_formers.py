@@ -20,7 +20,7 @@ from cache_rig import (
 from test_cache_replacing import failing
 
 from ctxcache.core.history import Event
-from ctxcache.core.ledger.session import FORMER_TTL_NS, Expiration, Session, SessionView
+from ctxcache.core.ledger.session import NAMELESS_TTL_NS, Expiration, Session, SessionView
 from ctxcache.errors import ModelInUse, SessionNotFound, TierFailure, TooManyRequests
 
 COUNT = 3 * SEGMENT_TOKENS
@@ -249,7 +249,7 @@ async def test_it_ends_an_hour_after_its_last_use(rig: MemoryRig) -> None:
     """Its conversation stays, however long that lives."""
     await begun(rig, ttl_s=86400)
     await edited(rig, rendering(2))
-    rig.clock.advance(seconds=FORMER_TTL_NS // 10**9 - 1)
+    rig.clock.advance(seconds=NAMELESS_TTL_NS // 10**9 - 1)
     assert await found(rig, OLD) == COUNT
     rig.clock.advance(seconds=1)
     assert await found(rig, OLD) == CUT

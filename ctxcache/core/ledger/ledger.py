@@ -32,8 +32,8 @@ from ctxcache.core.ledger.segment import Copies, Segment, Shelf
 from ctxcache.core.ledger.session import (
     BEGIN,
     BLOCKS,
-    FORMER_TTL_NS,
     GUESTS,
+    NAMELESS_TTL_NS,
     Expiration,
     ExpiryQueue,
     Piece,
@@ -545,7 +545,7 @@ class Ledger:
     def _became_former(self, session: Session) -> None:
         """The session has given its name and its standing to another one."""
         ttl_ns = session.expiration.ttl_ns
-        session.expiration = Expiration(min(FORMER_TTL_NS if ttl_ns is None else ttl_ns, FORMER_TTL_NS))
+        session.expiration = Expiration(min(NAMELESS_TTL_NS if ttl_ns is None else ttl_ns, NAMELESS_TTL_NS))
         session.touch(self._clock.now_ns())
         self.expiry.schedule(session.uid, session.expire_time_ns)
         self._feed.recalled(session, 0.0, 1, is_watched=False)
@@ -606,12 +606,22 @@ class Ledger:
     def left_behind(self, session: Session, token_count: int) -> list[Segment]:
         """The session gives way to others, but for its first tokens, which `commons` has said stay.
 
-        It has no name any more, and is found by its tokens. Returns the segments that no session lists any
-        more.
+        It has no name and no label any more, and is found by its tokens, until an hour after their last use.
+        Returns the segments that no session lists any more.
         """
         self.commons.leaving(session, token_count)
         self._feed.evicted(session)
         self.names.rename(session, GUESTS + session.uid.hex())
+        # No command reaches it by a name or a label: it may not stay for longer than its user was promised.
+        session.labels = ()
+        own, used_ns = session.expiration, session.access_time_ns
+        session.expiration = (
+            Expiration(None, min(own.expire_time_ns, used_ns + NAMELESS_TTL_NS))
+            if own.ttl_ns is None
+            else Expiration(min(own.ttl_ns, NAMELESS_TTL_NS))
+        )
+        session.expire_time_ns = session.expiration.after_access(used_ns)
+        self.expiry.schedule(session.uid, session.expire_time_ns)
         self.commons.stays(session, token_count)
         dead = self.truncated(session, ((0, token_count),))
         self._feed.fell(session)

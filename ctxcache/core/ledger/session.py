@@ -140,8 +140,8 @@ GUESTS = HIDDEN
 """The beginning of a guest's id, which goes on with the session's uid."""
 FORMERS = HIDDEN + HIDDEN
 """The beginning of the ids of former renderings, see `former_id`."""
-FORMER_TTL_NS = 3600 * 10**9
-"""How long a former rendering is kept after its last use. It ends before that with its session."""
+NAMELESS_TTL_NS = 3600 * 10**9
+"""How long a former rendering, or a prefix that lost its name, is kept after its last use, at most."""
 HEAT_HALF_LIFE_NS = 600 * 10**9
 BEGIN = attrgetter("begin")
 
