@@ -73,12 +73,20 @@ class MadeUp:
         draw = np.random.default_rng(0)
         self._bytes = draw.integers(0, 256, self.most_tokens * max(self._sizes.values()), np.uint8)
 
-    def rows(self, token_count: int) -> Mapping[Stream, npt.NDArray[np.uint8]]:
-        """Rows of so many tokens of every stream, [token_count, row_bytes]; at most `most_tokens`."""
-        return {
+    def rows(self, session: str, begin: int, token_count: int) -> Mapping[Stream, npt.NDArray[np.uint8]]:
+        """Rows of so many tokens of every stream, [token_count, row_bytes]; at most `most_tokens`.
+
+        No two sessions begin with the same tokens: a store keeps what they have in common.
+        """
+        seed = int.from_bytes(hashlib.sha256(session.encode()).digest()[:4])
+        places = np.arange(begin, begin + token_count, dtype=np.uint32)
+        tokens = ((places * np.uint32(2654435761) + np.uint32(seed)) >> 1).astype(np.int32)
+        rows = {
             stream: self._bytes[: token_count * size].reshape(token_count, size)
             for stream, size in self._sizes.items()
+            if stream != TOKENS
         }
+        return {TOKENS: tokens.view(np.uint8).reshape(token_count, -1), **rows}
 
 
 class Player:
@@ -154,7 +162,8 @@ class Player:
             return
         begin = writer.session.token_count
         if call.session_tokens > begin:
-            rows_of = self._made_up[call.count("layout")].rows(call.session_tokens - begin)
+            made_up, count = self._made_up[call.count("layout")], call.session_tokens - begin
+            rows_of = made_up.rows(call.session, begin, count)
             for stream, rows in rows_of.items():
                 writer.write(stream, begin - writer.write_offset, rows)
             writer.commit(call.session_tokens, keep_open=True)
@@ -289,6 +298,6 @@ class Player:
         while (left_count := token_count - found.token_count) > 0:
             count = min(left_count, made_up.most_tokens)
             with self._client.sessions.open(found, made_up.model).writer(count) as writer:
-                for stream, rows in made_up.rows(count).items():
+                for stream, rows in made_up.rows(session, found.token_count, count).items():
                     writer.write(stream, 0, rows)
                 found = writer.commit()

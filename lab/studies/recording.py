@@ -49,7 +49,7 @@ def _operations(client: Client) -> dict[str, Callable[[], int]]:
     names = []
     for number in range(SESSIONS):
         session = client.sessions.create(model, id=f"s{number}", layout=made_up.streams)
-        session.append(made_up.rows(TOKENS))
+        session.append(made_up.rows(session.name, 0, TOKENS))
         names.append(session.name)
 
     def read() -> int:
