@@ -15,19 +15,16 @@ from ctxcache.client import BlockSpace
 from ctxcache.client.types import LookupState
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.served import RANKED
-from ctxcache.format.layout import ALIGN_BYTES
-from ctxcache.settings.config import Settings
 from ctxcache.simulate.blocks import BlockReplay
 from ctxcache.simulate.load import Load
 from ctxcache.simulate.rows import TraceTurn
 from ctxcache.simulate.trace import BLOCK_TOKENS
-from tests.live.running import RunningServer
+from tests.live.running import BUFFER_SHARE, RunningServer, store_settings
 
 SLOT_BYTES = 64 << 10
 BLOCK_BYTES = SLOT_BYTES - (4 << 10)
 """With its header a block fills a slot."""
 SPACE = BlockSpace(model_fingerprint=bytes(range(32)), layout_tag="live")
-BUFFER_SHARE = 1 / 16
 
 
 def key_of(block: bytes) -> bytes:
@@ -40,31 +37,16 @@ def data_of(block: bytes) -> np.ndarray:
     return np.frombuffer(key_of(block) * (BLOCK_BYTES // 32), np.uint8)
 
 
-def settings(directory: Path, policy: str, dram_blocks: int, ssd_blocks: int) -> Settings:
-    """A server of so many slots."""
-    return Settings(
-        data_directory=directory,
-        listen="127.0.0.1:0",
-        arena_huge_pages="off",
-        arena_size_bytes=ALIGN_BYTES + dram_blocks * SLOT_BYTES,
-        ssd_size_bytes=ssd_blocks * SLOT_BYTES,
-        dram_low_watermark=BUFFER_SHARE,
-        dram_high_watermark=BUFFER_SHARE,
-        placement_policy=policy,  # type: ignore[arg-type]  # checked when it is run
-        lease_share=1,
-        reservation_share=1,
-        client_share=1,
-        default_ttl_s=86_400,
-    )
-
-
 def live(
     turns: Sequence[TraceTurn], directory: Path, policy: str, dram_blocks: int, ssd_blocks: int
 ) -> list[int]:
     """By turn, how many of the first blocks a running store had; every one is compared."""
     found_counts: list[int] = []
+    settings = store_settings(
+        directory, policy, dram_bytes=dram_blocks * SLOT_BYTES, ssd_bytes=ssd_blocks * SLOT_BYTES
+    )
     with (
-        RunningServer(settings(directory, policy, dram_blocks, ssd_blocks)) as server,
+        RunningServer(settings) as server,
         ctxcache.connect(server.target) as client,
     ):
         for turn in turns:

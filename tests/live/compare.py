@@ -9,7 +9,6 @@ import ctxcache
 from ctxcache.client import Client
 from ctxcache.core.placement.policy import Facts, Level
 from ctxcache.core.placement.served import RANKED
-from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.settings.config import Settings
 from ctxcache.simulate.load import Load, TraceHint
 from ctxcache.simulate.replay import Replay, Waiting
@@ -18,10 +17,8 @@ from ctxcache.simulate.study import look
 from ctxcache.simulate.tally import HitTally
 from ctxcache.simulate.trace import TraceTurn
 from tests.live.engine import SLOT_BYTES, TOKEN_BYTES, Engine, Store
-from tests.live.running import RunningServer
+from tests.live.running import BUFFER_SHARE, RunningServer, store_settings
 from tests.live.scheduler import Hints, Scheduler
-
-BUFFER_SHARE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +55,12 @@ class Setting:
 
     def settings(self, directory: Path) -> Settings:
         """The server's settings: no bound on what turns keep, and a buffer of the simulator's size."""
-        return Settings(
-            data_directory=directory,
-            listen="127.0.0.1:0",
-            arena_huge_pages="off",
-            arena_size_bytes=ALIGN_BYTES + self.sizes.dram_segments * SLOT_BYTES,
-            ssd_size_bytes=self.sizes.ssd_segments // self.path_count * SLOT_BYTES,
+        return store_settings(
+            directory,
+            self.policy,
+            dram_bytes=self.sizes.dram_segments * SLOT_BYTES,
+            ssd_bytes=self.sizes.ssd_segments // self.path_count * SLOT_BYTES,
             ssd_directories=tuple(directory.with_name(f"ssd{path}") for path in range(self.path_count)),
-            dram_low_watermark=BUFFER_SHARE,
-            dram_high_watermark=BUFFER_SHARE,
-            placement_policy=self.policy,  # type: ignore[arg-type]  # checked when it is run
-            lease_share=1,
-            reservation_share=1,
-            client_share=1,
-            default_ttl_s=86_400,
         )
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.live.compare import BUFFER_SHARE, Setting
+from tests.live.compare import Setting
 from tests.live.engine import SLOT_BYTES
+from tests.live.running import BUFFER_SHARE
 from tests.server_process import ServerProcess
 
 

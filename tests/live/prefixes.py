@@ -19,7 +19,7 @@ import ctxcache
 from ctxcache.client import Client, SessionHandle
 from ctxcache.core.placement.policy import Capacities
 from ctxcache.core.placement.served import RANKED
-from ctxcache.format.layout import ALIGN_BYTES, SEGMENT_TOKENS
+from ctxcache.format.layout import SEGMENT_TOKENS
 from ctxcache.format.streams import TOKENS, StreamSpec
 from ctxcache.settings.config import Settings
 from ctxcache.simulate.blocks import BlockReplay
@@ -29,9 +29,7 @@ from ctxcache.simulate.study import look
 from ctxcache.simulate.trace import BLOCK_TOKENS
 from tests.faults.rows import Rows, rows_of
 from tests.live.engine import LAYOUT, MODEL, OWN, SLOT_BYTES, STORED, TOKEN_BYTES
-from tests.live.running import RunningServer
-
-BUFFER_SHARE = 1 / 16
+from tests.live.running import RunningServer, store_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +43,11 @@ class Setting:
 
     def settings(self, directory: Path) -> Settings:
         """A server of that size."""
-        return Settings(
-            data_directory=directory,
-            listen="127.0.0.1:0",
-            arena_huge_pages="off",
-            arena_size_bytes=ALIGN_BYTES + self.dram_segments * SLOT_BYTES,
-            ssd_size_bytes=self.ssd_segments * SLOT_BYTES,
-            dram_low_watermark=BUFFER_SHARE,
-            dram_high_watermark=BUFFER_SHARE,
-            placement_policy=self.policy,  # type: ignore[arg-type]  # checked when it is run
-            lease_share=1,
-            reservation_share=1,
-            client_share=1,
-            default_ttl_s=86_400,
+        return store_settings(
+            directory,
+            self.policy,
+            dram_bytes=self.dram_segments * SLOT_BYTES,
+            ssd_bytes=self.ssd_segments * SLOT_BYTES,
         )
 
     def load(self) -> Load:

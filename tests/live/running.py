@@ -7,10 +7,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ctxcache.cache import Cache
+from ctxcache.format.layout import ALIGN_BYTES
 from ctxcache.server.server import Server
 from ctxcache.server.upkeep import Upkeep
 from ctxcache.settings.config import Settings
@@ -19,6 +21,32 @@ from tests.integrity import check_integrity
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
+BUFFER_SHARE = 1 / 16
+"""The part of memory that is kept free, in the store and in the simulator."""
+
+
+def store_settings(
+    directory: Path, policy: str, *, dram_bytes: int, ssd_bytes: int, ssd_directories: tuple[Path, ...] = ()
+) -> Settings:
+    """A server of that size, as a simulator knows it: no bound on what turns keep.
+
+    `ssd_bytes`: of each SSD directory.
+    """
+    return Settings(
+        data_directory=directory,
+        listen="127.0.0.1:0",
+        arena_huge_pages="off",
+        arena_size_bytes=ALIGN_BYTES + dram_bytes,
+        ssd_size_bytes=ssd_bytes,
+        ssd_directories=ssd_directories,
+        dram_low_watermark=BUFFER_SHARE,
+        dram_high_watermark=BUFFER_SHARE,
+        placement_policy=policy,  # type: ignore[arg-type]  # checked when it is run
+        lease_share=1,
+        reservation_share=1,
+        client_share=1,
+        default_ttl_s=86_400,
+    )
 
 
 class RunningServer:
