@@ -71,6 +71,14 @@ class VllmServer:
             return self._process.poll() is None and connection.getresponse().status == http.HTTPStatus.OK
         return False
 
+    def wait_for(self, text: str) -> None:
+        """Wait until the server has written this."""
+        end_s = time.monotonic() + CALL_S
+        while text not in self.log:
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"vLLM does not say {text!r}: {self.log[-4000:]}")
+            time.sleep(0.05)
+
     def __enter__(self) -> Self:
         environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with self._log.open("ab") as log:

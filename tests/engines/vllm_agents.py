@@ -6,14 +6,13 @@ those that the server computes from nothing.
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 
 import pytest
 from agents import RunConfig, Runner
 
 from lab.engines.compacting_agent import Compactor
-from lab.engines.vllm_server import CALL_S, NAME, VllmServer
+from lab.engines.vllm_server import NAME, VllmServer
 from tests.engines.vllm_ahead_parsed import (
     ANSWER,
     BLOCK,
@@ -47,10 +46,7 @@ def server(store: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> It
         *("--middleware", "ctxcache.engines.vllm.AheadMiddleware"),
     )
     with VllmServer(place / "tiny", place / "log", transfer, *options) as running:
-        end_s = time.monotonic() + CALL_S
-        while USED not in running.log:
-            assert time.monotonic() < end_s, running.log[-2000:]
-            time.sleep(0.05)
+        running.wait_for(USED)
         yield running
 
 

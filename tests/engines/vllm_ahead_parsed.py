@@ -111,10 +111,7 @@ def server(
         *(("--enable-scale-out",) if request.param == "renders" else ()),
     )
     with VllmServer(place / "tiny", place / "log", transfer, *options) as running:
-        end_s = time.monotonic() + CALL_S
-        while USED not in running.log:
-            assert time.monotonic() < end_s, running.log[-2000:]
-            time.sleep(0.05)
+        running.wait_for(USED)
         yield running
 
 
