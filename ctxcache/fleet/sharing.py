@@ -205,7 +205,7 @@ class Sharing:
         due = self._due.get(name)
         is_all = self._is_asked_always and (session is None or self._is_worth(session))
         try:
-            # What the bucket has of it follows what was dropped, whatever the rest is worth.
+            # The bucket hears of tokens that were dropped, also of a session that is not worth its price.
             if is_all or (session is not None and self._has_some(session)):
                 await self._share_in_turn(name, is_all=is_all)
         except Unavailable as error:

@@ -566,7 +566,7 @@ async def _load(cache: Cache) -> None:
 
 
 def miss_cost(settings: Settings) -> MissCost:
-    """What a miss costs, and a byte that is written, by these settings."""
+    """The cost of a miss, and of a byte that is written, by these settings."""
     # In cents: a second of the engine, and a byte.
     engine_s, written = settings.engine_cents_per_hour / HOUR_S, settings.write_cents_per_tb / TB
     return MissCost(

@@ -1,4 +1,4 @@
-"""What a conversation's next prompt begins with, before anybody has written its next message.
+"""The beginning of a conversation's next prompt, before anybody has written the next message.
 
 ```
    a reply          │ who writes next        │ two messages that could come

@@ -27,7 +27,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 Item = dict[str, Any]
 SUMMARIZE = "Summarize this conversation in a few sentences."
 MOST_ITEMS = 8
-"""Of a history; a longer one is compacted, but for its last turn."""
+"""A history of more items is compacted, but for its last turn."""
 
 
 class CompactedSession:

@@ -75,7 +75,7 @@ class Commons:
         if own_count < asked_count:
             found_count = min(standing.adopted_end // BLOCK_TOKENS, asked_count)
             asked_count = min(asked_count, own_count + MOST_KEYS)
-            # What the session itself had is not looked at, whatever its names are.
+            # The session had its first blocks before this turn: their names are not asked for.
             names = self._keyed.names_of(session, own_count, asked_count)
             asked = [b""] * own_count + names
             used, before = self._prefixes.used(

@@ -49,7 +49,7 @@ class SlotStates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the next prompt is rendered from: a chat request, and its reply as the client will send it."""
+    """A chat request, and its reply as the client will send it: the next prompt is rendered from both."""
 
     request: Fields
     reply: Fields | None
@@ -131,7 +131,7 @@ class SlotAhead(Closing):
             return "nothing to do"
         for begin in range(common, len(following), STEP_TOKENS):
             if self._slots.is_wanted or self._passes.is_closing:
-                # What the slot has by now, the next request finds as far as it agrees.
+                # The next request finds the tokens of the slot, as far as its prompt agrees with them.
                 slot.session = session
                 return GAVE_WAY
             prompt = following[: begin + STEP_TOKENS].tolist()

@@ -241,14 +241,14 @@ class AheadMiddleware:
         return "computed"
 
     async def _stated(self, asked: Asked) -> list[int]:
-        """What a client says it will send; behind a reply, what is known before the next message."""
+        """The prompt that a client announced; behind a reply, the beginning of the one that follows."""
         *before, last = asked.body["messages"]
         if not ends_with_reply([last]):
             return await self._rendered(asked, asked.body)
         return await self._following(asked._replace(body=asked.body | {"messages": before}), last)
 
     async def _computed(self, asked: Asked, prompt: list[int], reply: Fields) -> list[int]:
-        """What is computed of prompt and reply, as far as it can be told without the engine's tokens."""
+        """The tokens of prompt and reply that the engine has computed, as far as a rendering shows them."""
         # How the model itself wrote its calls, only their parser has seen.
         spoken = {name: value for name, value in reply.items() if name != "tool_calls"}
         open_end = {"add_generation_prompt": False, "continue_final_message": True}
@@ -260,7 +260,7 @@ class AheadMiddleware:
         return prompt
 
     async def _following(self, asked: Asked, reply: Fields) -> list[int]:
-        """What the next prompt begins with. Raises Refused."""
+        """The beginning of the next prompt. Raises Refused."""
         body = {name: value for name, value in asked.body.items() if name not in WAYS} | asked.usual
         first, second = [
             await self._rendered(asked, body | {"messages": [*asked.body["messages"], reply, *following]})

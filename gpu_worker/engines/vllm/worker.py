@@ -447,7 +447,7 @@ class WorkerSide:
         if use is not None and self._saver is None:
             client, model = use
             streams = streams_of(model, self._settings.saved)
-            # What a session has behind the first token that differs is kept for a switch back.
+            # A session keeps its tokens behind the first that differs, for a switch back.
             cutting = Renderings(client, model, kept=self._settings.renderings).cut
             self._saver = Saver(
                 client, model, streams, device=state.device, witness=self._witness, cutting=cutting
