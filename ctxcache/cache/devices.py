@@ -8,7 +8,7 @@ lost path that DRAM has are written to another path. Worst case: a pass over all
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 from ctxcache.cache.eviction import Departures
@@ -20,6 +20,7 @@ from ctxcache.core.ledger.segment import Segment
 from ctxcache.core.ledger.session import Session, lies_on
 from ctxcache.format.layout import Slot
 from ctxcache.storage.tiers.base import DeviceTier as Tier
+from ctxcache.storage.tiers.base import TierRefusal
 
 SEGMENTS_PER_TURN = 256
 """Number of sessions reckoned before others have their turn: a few milliseconds of work."""
@@ -45,6 +46,16 @@ class Devices:
         self._ledger = state.ledger
         self._is_reckoned = True
         """Whether every session was looked at since a path was lost or came back."""
+
+    @property
+    def refusals(self) -> Mapping[int, TierRefusal]:
+        """SSD paths that take no writes now, each with why.
+
+        A path that is shown as lost, or back, is so for look-ups as well.
+        """
+        # A thread of the tier finds the loss, and upkeep takes it over up to half a second later.
+        self.note()
+        return self._ssd.refusals
 
     async def give_up_overdue(self) -> None:
         """Lose the paths whose devices hang: callers that wait are answered, and look-ups tell the truth.

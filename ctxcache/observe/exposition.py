@@ -30,7 +30,7 @@ from ctxcache.observe.families import families
 from ctxcache.observe.moment import Sample, taken
 from ctxcache.observe.table import OWN
 from ctxcache.service.admission import Admissions, Connections, RpcTimes
-from ctxcache.storage.tiers.base import Tier
+from ctxcache.storage.tiers.base import Tier, TierRefusal
 from ctxcache.wire.status import code_name
 
 TENANTS_SHOWN = 100
@@ -98,10 +98,8 @@ def _stay(cache: Cache) -> Iterator[Sample]:
 
 def _tiers(cache: Cache) -> Iterator[Sample]:
     ledger = cache.ledger
-    yield from _tier("dram", cache.arena, ledger.memory)
-    # A path that is told to be lost is lost to look-ups too, though upkeep has not come to it.
-    cache.devices.note()
-    yield from _tier("ssd", cache.ssd, ledger.below)
+    yield from _tier("dram", cache.arena, cache.arena.refusals, ledger.memory)
+    yield from _tier("ssd", cache.ssd, cache.devices.refusals, ledger.below)
     withheld = cache.ledger.lost.withheld
     yield Sample("ctxcache_withheld_sessions", len(withheld))
     yield Sample("ctxcache_withheld_tokens", sum(withheld.values()))
@@ -122,8 +120,9 @@ def _tiers(cache: Cache) -> Iterator[Sample]:
         yield Sample("ctxcache_pin_waiters", pins.waiting_count, (by,))
 
 
-def _tier(name: str, tier: Tier, slots: SlotAllocator) -> Iterator[Sample]:
-    refusals = tier.refusals
+def _tier(
+    name: str, tier: Tier, refusals: Mapping[int, TierRefusal], slots: SlotAllocator
+) -> Iterator[Sample]:
     for i, path in enumerate(tier.paths):
         yield Sample("ctxcache_tier_capacity_bytes", tier.capacities_bytes[i], (name, path))
         yield Sample("ctxcache_tier_used_bytes", slots.used_bytes_by_path[i], (name, path))

@@ -147,7 +147,7 @@ def problems_of_paths(cache: Cache) -> dict[str, PathProblem]:
         cache.ssd.paths[i]: PathProblem(
             refusal.problem, None if refusal.since_ns is None else refusal.since_ns / 10**9
         )
-        for i, refusal in cache.ssd.refusals.items()
+        for i, refusal in cache.devices.refusals.items()
     }
 
 

@@ -104,7 +104,7 @@ def _tenants(cache: Cache, limit: int) -> Iterator[TenantActivity]:
 
 
 def _problems(cache: Cache, admissions: Admissions) -> Iterator[str]:
-    for path, refusal in ((cache.ssd.paths[i], refusal) for i, refusal in cache.ssd.refusals.items()):
+    for path, refusal in ((cache.ssd.paths[i], refusal) for i, refusal in cache.devices.refusals.items()):
         yield f"{path} takes no writes: {refusal}"
     if cache.ledger.below.quarantined:
         yield f"{len(cache.ledger.below.quarantined)} places on SSD gave back other bytes than were written"

@@ -8,7 +8,16 @@ Answers from what is there; changes the cache through its own use cases and the 
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -252,7 +261,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.TierStats:
         """See the proto."""
         index = self._hold_path(request)
-        return list(_tier(session_pb2.TIER_SSD, self._cache.ssd, self._cache.ledger.below))[index]
+        return list(self._ssd_paths())[index]
 
     async def DemoteSession(
         self, request: admin_pb2.DemoteSessionRequest, context: Context
@@ -353,9 +362,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _tiers(self) -> list[admin_pb2.TierStats]:
         cache, ledger = self._cache, self._cache.ledger
         return [
-            *_tier(session_pb2.TIER_DRAM, cache.arena, ledger.memory),
-            *_tier(session_pb2.TIER_SSD, cache.ssd, ledger.below),
+            *_tier(session_pb2.TIER_DRAM, cache.arena, cache.arena.refusals, ledger.memory),
+            *self._ssd_paths(),
         ]
+
+    def _ssd_paths(self) -> Iterator[admin_pb2.TierStats]:
+        cache = self._cache
+        return _tier(session_pb2.TIER_SSD, cache.ssd, cache.devices.refusals, cache.ledger.below)
 
     # -- what runs: leases, engines, the drain -----------------------------------------------------------
 
@@ -543,7 +556,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Returns the path's number. Raises InvalidArgument."""
         ssd, index = self._cache.ssd, self._path_index(request.path)
         # A server without any path that takes writes would refuse all appends that are to be durable.
-        if request.resting and not set(range(len(ssd.paths))) - ssd.refusals.keys() - {index}:
+        if request.resting and not set(range(len(ssd.paths))) - self._cache.devices.refusals.keys() - {index}:
             raise InvalidArgument(field="path", problem="no other path would take writes")
         self._controls.hold_path(index, request.resting)
         return index
@@ -724,9 +737,11 @@ def _backup_message(data: bytes, copied: Copied) -> operations_pb2.BackupRespons
 
 
 def _tier(
-    number: session_pb2.Tier.ValueType, tier: Tier, slots: SlotAllocator
+    number: session_pb2.Tier.ValueType,
+    tier: Tier,
+    refusals: Mapping[int, TierRefusal],
+    slots: SlotAllocator,
 ) -> Iterator[admin_pb2.TierStats]:
-    refusals = tier.refusals
     for i, path in enumerate(tier.paths):
         refusal = refusals.get(i)
         yield admin_pb2.TierStats(

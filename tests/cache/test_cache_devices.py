@@ -1,5 +1,7 @@
 """SSD paths that sessions lie on, and what becomes of sessions when one of them is lost."""
 
+from collections.abc import Callable
+
 import pytest
 from cache_rig import FINGERPRINT, SEGMENT_TOKENS, MemoryRig, Token, Writer, expected
 from fakes import Operation
@@ -8,6 +10,7 @@ from ctxcache.cache.state import LOOKUP, READ
 from ctxcache.core.history import Event
 from ctxcache.errors import TierFailure
 from ctxcache.observe.exposition import read_cache
+from ctxcache.observe.status import problems_of_paths
 
 
 def paths_of(rig: MemoryRig, session_id: str) -> list[int]:
@@ -119,19 +122,34 @@ async def test_a_look_up_is_honest_before_the_pass_over_all_sessions(rig: Memory
     assert sorted(found(rig).values()) == [0, len(made["s0"])]
 
 
-async def test_a_path_that_is_told_to_be_lost_is_lost_to_look_ups(rig: MemoryRig) -> None:
-    """Metrics and statistics may be read before upkeep comes to the path."""
+def lost_by_metrics(rig: MemoryRig) -> int:
+    """How many paths are lost, as metrics say."""
+    return sum(
+        bool(sample.value)
+        for sample in read_cache(rig.cache)
+        if sample.name == "ctxcache_path_state" and sample.labels[2] == "lost"
+    )
+
+
+def lost_by_status(rig: MemoryRig) -> int:
+    """How many paths have a problem, as the status page says."""
+    return len(problems_of_paths(rig.cache))
+
+
+@pytest.mark.parametrize("lost_count", [lost_by_metrics, lost_by_status])
+async def test_a_path_that_is_told_to_be_lost_is_lost_to_look_ups(
+    rig: MemoryRig, lost_count: Callable[[MemoryRig], int]
+) -> None:
+    """Metrics and statistics may be read before upkeep comes to a loss, or to a return."""
     made = await stored(rig, 4)
     on_lost = {name for name in made if set(paths_of(rig, name)) == {1}}
     rig.ssd.lose(1)
-    states = {
-        sample.labels: sample.value
-        for sample in read_cache(rig.cache)
-        if sample.name == "ctxcache_path_state" and sample.labels[2] == "lost"
-    }
 
-    assert sorted(states.values()) == [0, 0, 1]
+    assert lost_count(rig) == 1
     assert {name for name, count in found(rig).items() if not count} == on_lost
+    rig.ssd.find(1)
+    assert lost_count(rig) == 0
+    assert all(found(rig).values())
 
 
 async def test_a_path_that_comes_back_brings_its_tokens(rig: MemoryRig) -> None:
