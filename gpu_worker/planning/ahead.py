@@ -135,9 +135,14 @@ class AheadQueue(Generic[Work]):
             self._offers.setdefault(offer.session_id, offer)
 
     @property
+    def unfinished_count(self) -> int:
+        """Passes that wait or run."""
+        return len(self._offers) + (self._passing is not None)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no pass runs, and none waits."""
-        return self._passing is None and not self._offers
+        return not self.unfinished_count
 
 
 @dataclass(frozen=True, slots=True)

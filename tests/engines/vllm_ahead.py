@@ -8,7 +8,6 @@ nobody else has its salt. vLLM's own prefix cache is off, so that what is not co
 import http.client
 import itertools
 import json
-import re
 import time
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -157,12 +156,12 @@ def chain(seed: int, result: int = 150) -> list[dict[str, Any]]:
 
 def passes(server: VllmServer, outcome: str) -> float:
     """How many passes ended so."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=CALL_S)
-    connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    connection.close()
-    pattern = rf'^vllm:ctxcache_ahead_passes_total\{{outcome="{outcome}"\}} (\S+)$'
-    return sum(map(float, re.findall(pattern, text, re.MULTILINE)))
+    return server.metric(f'vllm:ctxcache_ahead_passes_total{{outcome="{outcome}"}}')
+
+
+def ahead(server: VllmServer, what: str) -> float:
+    """How many tokens of passes were computed, used or wasted."""
+    return server.metric(f'vllm:ctxcache_ahead_tokens_total{{what="{what}"}}')
 
 
 def wait_for_a_pass(server: VllmServer, outcome: str, before: float) -> None:
@@ -214,15 +213,21 @@ def test_a_client_says_what_it_will_send_next(server: VllmServer) -> None:
         {"role": "assistant", "content": words(301, 120)},
         {"role": "user", "content": "t20"},
     ]
-    before = passes(server, "computed")
+    before, computed = passes(server, "computed"), ahead(server, "computed")
     fields = {"model": NAME, "messages": pruned, "session_id": "pruned"}
     status, text = posted(server, "/v1/ctxcache/next", fields)
     tokens = len(rendered(server, pruned))
     assert (status, json.loads(text)) == (HTTPStatus.ACCEPTED, {"token_count": tokens})
     wait_for_a_pass(server, "computed", before)
+    # The chain's beginning was there, up to a whole block.
+    told = ahead(server, "computed") - computed
+    assert tokens - 40 - BLOCK <= told <= tokens - 40 + BLOCK
+    used, before = ahead(server, "used"), passes(server, "nothing to do")
     answer = chat(server, pruned, session_id="pruned")
     assert answer["cached"] >= (tokens - 1) // BLOCK * BLOCK
     assert answer["text"] == expected(server, pruned)
+    wait_for_a_pass(server, "nothing to do", before)
+    assert ahead(server, "used") - used == told
 
 
 def test_who_may_not_ask_the_server_has_nothing_computed(server: VllmServer) -> None:

@@ -80,6 +80,11 @@ PASSES = prometheus_client.Counter(
 TOKENS = prometheus_client.Counter(
     "vllm:ctxcache_ahead_tokens", "Tokens computed ahead, and what became of them.", ["what"]
 )
+WAITING = prometheus_client.Gauge(
+    "vllm:ctxcache_ahead_waiting",
+    "Conversations that are to be computed ahead, or are computed.",
+    multiprocess_mode="livesum",
+)
 
 
 class Asked(NamedTuple):
@@ -157,6 +162,7 @@ class AheadMiddleware:
         body = chat_fields(data)
         if body is not None:
             self._queue.turn_begins(_name(body, scope), time.monotonic())
+            self._show_waiting()
         reply = Reply()
 
         async def sent(message: Message) -> None:
@@ -189,6 +195,7 @@ class AheadMiddleware:
 
     def _offer(self, asked: Asked) -> None:
         self._queue.offer(_name(asked.body, asked.scope), asked)
+        self._show_waiting()
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._run())
         self._changed.set()
@@ -214,6 +221,7 @@ class AheadMiddleware:
                 log.exception("a conversation was not computed ahead")
                 outcome = "broken"
             self._queue.ended(outcome, time.monotonic())
+            self._show_waiting()
             PASSES.labels(outcome).inc()
 
     async def _passed(self, name: str, asked: Asked) -> str:
@@ -231,9 +239,11 @@ class AheadMiddleware:
         differing = len(following) - common
         if differing < LEAST_TOKENS or not self._queue.is_worth(differing, differing):
             return "nothing to do"
-        await self._compute(asked, following)
-        if asked.reply is not None:
-            self._tally.held(name, common, len(following))
+        found_count = await self._compute(asked, following)
+        # What was computed before is rendered where a reply is known, else the server may say it.
+        begin = found_count if asked.reply is None else common
+        if begin is not None:
+            self._tally.held(name, begin, len(following))
             self._held[name] = array("i", following)
             if len(self._held) > _MOST_HELD:
                 self._account(self._held.popitem(last=False)[0], ())
@@ -274,6 +284,9 @@ class AheadMiddleware:
         self._tally.returned(name, 0 if held is None else common_count(held, prompt))
         self._show_counts()
 
+    def _show_waiting(self) -> None:
+        WAITING.set(self._queue.unfinished_count)
+
     def _show_counts(self) -> None:
         shown, self._shown = self._shown, self._tally.counts
         TOKENS.labels("computed").inc(self._shown.computed_token_count - shown.computed_token_count)
@@ -294,8 +307,11 @@ class AheadMiddleware:
         answer = await self._asked(TOKENIZE, asked, _to_tokenize(body))
         return [int(token) for token in answer["tokens"]]
 
-    async def _compute(self, asked: Asked, prompt: list[int]) -> None:
-        """Have the engine compute a prompt. Raises Refused, also where a caller came first."""
+    async def _compute(self, asked: Asked, prompt: list[int]) -> int | None:
+        """Have the engine compute a prompt. Returns how many tokens it had, where the server says that.
+
+        Raises Refused, also where a caller came first.
+        """
         body = {key: asked.body[key] for key in _KEPT_FIELDS if asked.body.get(key) is not None}
         given, counts = asked.body.get("kv_transfer_params"), self._tally.counts
         kept = given if isinstance(given, dict) else {}
@@ -303,25 +319,25 @@ class AheadMiddleware:
         told["kv_hints"] = _hint(self._told, counts)
         body |= {"kv_transfer_params": told, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         try:
-            await self._completed(asked, body)
+            usage = (await self._completed(asked, body)).get("usage") or {}
         except Refused:
             # One that is aborted has told its hint as well.
             if asked.aborted.is_set():
                 self._told = counts
             raise
         self._told = counts
+        return (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
-    async def _completed(self, asked: Asked, body: Fields) -> None:
+    async def _completed(self, asked: Asked, body: Fields) -> Fields:
         if self._has_priorities:
             try:
-                await self._asked(COMPLETIONS, asked, body | {"priority": LOW_PRIORITY})
+                return await self._asked(COMPLETIONS, asked, body | {"priority": LOW_PRIORITY})
             except Refused as error:
                 # An engine that serves in order of arrival refuses any priority.
                 if error.status != HTTPStatus.BAD_REQUEST or asked.aborted.is_set():
                     raise
                 self._has_priorities = False
-        if not self._has_priorities:
-            await self._asked(COMPLETIONS, asked, body)
+        return await self._asked(COMPLETIONS, asked, body)
 
     async def _asked(self, path: str, asked: Asked, body: Fields) -> Fields:
         """Ask the server behind this middleware as the caller would. Raises Refused."""
