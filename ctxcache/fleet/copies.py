@@ -83,9 +83,10 @@ class HostCopies:
         session = self.session(name)
         return session is not None and session.is_writing
 
-    def has_guest(self, uid: str) -> bool:
+    def has_guest(self, name: Name, uid: str) -> bool:
         """See Copies."""
-        return self._guest_of_uid(uid) is not None
+        guest = self._guest_of_uid(uid)
+        return guest is not None and guest.tenant == name.tenant
 
     def retire(self, name: Name) -> None:
         """See Copies."""
@@ -138,7 +139,7 @@ class HostCopies:
     def forget_ended(self) -> None:
         """Forget what guests were that have ended."""
         with Work():
-            ended = [uid for uid in self._former if not self.has_guest(uid)]
+            ended = [uid for uid in self._former if self._guest_of_uid(uid) is None]
         for uid in ended:
             self._former.pop(uid, None)
         self._guest_of = {name: uid for name, uid in self._guest_of.items() if uid in self._former}

@@ -12,6 +12,7 @@ import argparse
 import random
 import sys
 from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import CORO_CREATED, getcoroutinestate
 from itertools import count
@@ -25,7 +26,8 @@ from ctxcache.core.fleet.register import Entry, NoAnswer, Refused, put
 from ctxcache.core.fleet.tenure import Tenure
 
 SECRET = Secret(b"a secret of sixteen bytes or more")
-NAMES = [Name("t", f"s{i}") for i in range(2)]
+TENANT = "t"
+NAMES = [Name(TENANT, f"s{i}") for i in range(2)]
 NODES = "abc"
 STEPS = 400
 heads.PAST_LIMIT = 2
@@ -170,9 +172,9 @@ class Node:
         """See Copies."""
         return self.named[name].is_written
 
-    def has_guest(self, uid: str) -> bool:
+    def has_guest(self, name: Name, uid: str) -> bool:
         """See Copies."""
-        return uid in self.guests
+        return uid in self.guests and name.tenant == TENANT
 
     def retire(self, name: Name) -> None:
         """See Copies."""
@@ -226,6 +228,7 @@ class Node:
         owner = self.world.nodes.get(source.address)
         if owner is None or owner.is_down or owner.is_frozen or owner.is_cut or self.is_cut or fate == "lost":
             raise NoAnswer
+        _pry(owner, name, source, term)
         owner.claims.yielded(name, source.uid, term)
         if fate != "done":
             raise NoAnswer
@@ -455,6 +458,13 @@ class Node:
                 raise Broken("a session that was deleted is in the bucket")
 
 
+def _pry(owner: Node, name: Name, source: Source, term: int) -> None:
+    """Another tenant asks for a session by its uid."""
+    with suppress(Busy, Left):
+        owner.claims.yielded(name._replace(tenant="another"), source.uid, term)
+        raise Broken("a session of one tenant was given to another")
+
+
 @dataclass
 class World:
     """The register, the nodes and what has happened."""
@@ -662,6 +672,8 @@ CONTROLS = (
     "blind_delete",
     "remove_young",
     "never_away",
+    "any_tenant",
+    "deaf_to_deletion",
 )
 
 
@@ -739,7 +751,21 @@ def _plant(control: str, claims: Claims, node: Node) -> None:  # noqa: C901  a b
         inside.was_away = False
         return plain_unnamed(name, uid, entry)
 
+    plain_yielded = inside.yielded
+
+    def yielded_to_any(name: Name, uid: str, term: int) -> None:
+        # The uid is enough, whichever tenant asks.
+        plain_yielded(name._replace(tenant=TENANT), uid, term)
+
+    plain_is_over = inside._is_over
+
+    def is_over(name: Name, uid: str, head: Head) -> bool:
+        # What was deleted elsewhere goes on here.
+        return not head.is_deleted and plain_is_over(name, uid, head)
+
     bugs: dict[str, tuple[str, Any]] = {
+        "any_tenant": ("yielded", yielded_to_any),
+        "deaf_to_deletion": ("_is_over", is_over),
         "blind_delete": ("bury_first", bury_first),
         "never_away": ("_unnamed", unnamed),
         "forget_shared": ("_land", land),

@@ -8,6 +8,7 @@ import pytest
 
 from ctxcache.core.fleet.claims import Busy, Verdict
 from ctxcache.core.fleet.heads import ForeignObject, Head, Name, NodeRecord, Secret
+from tests.fleet import model
 from tests.fleet.model import CONTROLS, NAMES, SECRET, Node, Rows, World, is_broken, try_seed
 
 HISTORIES = 800
@@ -25,6 +26,13 @@ def test_no_history_of_three_hosts_breaks_anything() -> None:
 def test_a_planted_bug_is_found(control: str) -> None:
     """The histories above can fail: each of these bugs makes one of them do so."""
     assert any(is_broken(seed, control) for seed in range(HISTORIES_OF_A_BUG))
+
+
+@pytest.mark.parametrize("control", ["", "no_fence"])
+def test_a_collection_needs_its_fence_and_no_grace(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a head may come to name is kept by the change of the head, however young the rest is."""
+    monkeypatch.setattr(model, "GRACE", -1)
+    assert any(is_broken(seed, control) for seed in range(HISTORIES)) is bool(control)
 
 
 HEAD = Head("1" * 32, "n", "i", "host:1", 3, "f" * 16)

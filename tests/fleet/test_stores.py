@@ -8,12 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
 from ctxcache.cli.tables import REASONS
 from ctxcache.client import OPAQUE, TOKENS, Durability, ModelSpec
+from ctxcache.core.fleet.heads import Head, Name, Secret
 from ctxcache.errors import CacheError, SessionMoved, SessionNotFound
+from ctxcache.v1 import peer_pb2, peer_pb2_grpc
 from tests.fleet.stores import BEAT_S, Stores, User, rows_of
 
 
@@ -118,6 +121,31 @@ def test_what_is_deleted_at_one_store_is_gone_at_all(stores: Stores) -> None:
     user.turn(0, 30)
     published(stores, user, 1)
     assert user.found(1) == 30
+
+
+def test_a_session_is_told_to_its_own_tenant_alone(stores: Stores) -> None:
+    """The uid of another tenant's session, or of a guest of it, names nothing, and changes nothing."""
+    user = User(stores, "alice")
+    user.turn(0)
+    published(stores, user, 1)
+    secret = Secret(b"a secret of this fleet of stores")
+    head_path = Path(stores.bucket.removeprefix("file://")) / secret.head_path(Name("default", "alice"))
+
+    def ask(number: int, tenant: str, head: Head) -> int:
+        request = peer_pb2.YieldSessionRequest(
+            tenant=tenant, session_id="alice", uid=head.uid, term=head.term
+        )
+        with grpc.insecure_channel(stores.processes[number].target) as channel:
+            return peer_pb2_grpc.PeerServiceStub(channel).YieldSession(request).session.token_count
+
+    first = secret.read_head(head_path.read_bytes())
+    with pytest.raises(grpc.RpcError, match="sessions/alice"):
+        ask(1, "another", first)
+    assert user.turn(0) == 70
+    # Store 1 has a guest of it now.
+    with pytest.raises(grpc.RpcError, match="sessions/alice"):
+        ask(1, "another", first)
+    assert ask(1, "default", first) == 70
 
 
 def test_a_killed_store_costs_a_miss_and_no_wait(stores: Stores) -> None:

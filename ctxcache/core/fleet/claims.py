@@ -111,8 +111,8 @@ class Copies(Protocol):
     def is_written(self, name: Name) -> bool:
         """Whether somebody is writing to the copy of this name."""
 
-    def has_guest(self, uid: str) -> bool:
-        """Whether a guest of this uid is here."""
+    def has_guest(self, name: Name, uid: str) -> bool:
+        """Whether a guest of this uid is here, of the tenant of this name."""
 
     def retire(self, name: Name) -> None:
         """The copy of this name is a guest from here on, and whoever writes to it is cut off."""
@@ -439,7 +439,7 @@ class Claims:
             # Created here after what the head names had ended, and not published yet.
             self._claim(name, Copy(uid, Tenure.PRIVATE, entry))
             return Verdict.HERE
-        if uid is None and self._copies.has_guest(head.uid):
+        if uid is None and self._copies.has_guest(name, head.uid):
             # The host that asked has not changed the head yet. A new term refuses its change.
             return await self._renew(name, entry, head)
         if uid is not None:
@@ -463,7 +463,7 @@ class Claims:
             found = await self._put(name, made, entry)
         if found is None or found.body != self._secret.write(made):
             return None
-        if self._copies.uid(name) is None and self._copies.has_guest(head.uid):
+        if self._copies.uid(name) is None and self._copies.has_guest(name, head.uid):
             self._copies.restore(name, head.uid)
             self._claimed[name] = Copy(head.uid, Tenure.GUEST)
         # It may have been given up during the wait: whoever has it will change the head again.
@@ -743,7 +743,7 @@ class Claims:
         copy, named = self._claimed.get(name), self._copies.uid(name)
         if named != uid:
             # Asked for once before, and the answer was lost.
-            if self._copies.has_guest(uid):
+            if self._copies.has_guest(name, uid):
                 return
             # The session that replaced this copy here is not published yet.
             if copy is not None and copy.uid == named and copy.tenure is Tenure.PRIVATE:
@@ -762,7 +762,7 @@ class Claims:
         session then, and a guest is soon gone.
         """
         for uid, name in list(self._given.items()):
-            if self._copies.uid(name) is None and self._copies.has_guest(uid):
+            if self._copies.uid(name) is None and self._copies.has_guest(name, uid):
                 self.counts.head_reads += 1
                 entry = await self._register.get(self._secret.head_path(name))
                 head = None if entry is None else self._secret.read_head(entry.body)
