@@ -1,7 +1,7 @@
 """Proxies that fail on purpose: one between a store and the bucket, one between a store and its peers.
 
     BucketProxy   HTTP: delays, loses requests, loses answers, says 503, strips conditions
-    PeerProxy     TCP: lets through, or takes connections and says nothing
+    PeerProxy     TCP: lets through, flips a bit of what comes back, or takes connections and says nothing
 
 Each runs in a thread with an event loop of its own. What a proxy does now is `mode`, set from any thread.
 """
@@ -13,7 +13,8 @@ import threading
 from typing import Self
 
 CONDITIONS = (b"if-match:", b"if-none-match:")
-MODES = ("pass", "cut", "lose_requests", "lose_answers", "late", "refuse", "strip")
+SHORT_BYTES = 4096
+MODES = ("pass", "cut", "lose_requests", "lose_answers", "late", "refuse", "strip", "flip")
 
 
 class Proxy:
@@ -79,18 +80,22 @@ class PeerProxy(Proxy):
             await asyncio.sleep(30)
             return
         back_reader, back_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
-        ways = [self._pump(reader, back_writer), self._pump(back_reader, writer)]
+        ways = [self._pump(reader, back_writer), self._pump(back_reader, writer, is_back=True)]
         tasks = [asyncio.ensure_future(way) for way in ways]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
         back_writer.close()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_back: bool = False
+    ) -> None:
         while data := await reader.read(1 << 16):
             if self.mode == "cut":
                 return
-            writer.write(data)
+            # Short messages are heads of frames: a connection that ends by them shows no wrong rows.
+            is_flipped = self.mode == "flip" and is_back and len(data) > SHORT_BYTES
+            writer.write(_flipped(data, self._random) if is_flipped else data)
             await writer.drain()
 
 
@@ -136,6 +141,11 @@ class BucketProxy(Proxy):
             return answer + (b"" if is_bodiless else await _body_of(answer, reader))
         finally:
             writer.close()
+
+
+def _flipped(data: bytes, draw: random.Random) -> bytes:
+    at, bit = draw.randrange(len(data)), 1 << draw.randrange(8)
+    return data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
 
 
 def _length_of(head: bytes) -> int:

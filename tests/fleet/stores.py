@@ -7,7 +7,7 @@ token, so that a row of another session, or of another place, is never taken for
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +15,8 @@ import numpy as np
 
 from ctxcache.client import OPAQUE, TOKENS, CallerModel, Client, Durability, ModelSpec, connect
 from ctxcache.errors import GenerationMismatch, SessionNotFound
-from tests.server_process import ServerProcess, write_secret
+from tests.faults.planted import forked
+from tests.server_process import FORKED, ServerProcess, write_secret
 
 ROW_BYTES = 512
 SPEC = ModelSpec.opaque("small", row_bytes=ROW_BYTES)
@@ -48,13 +49,16 @@ class Stores:
         self.clients: list[Client] = []
         self.models: list[CallerModel] = []
 
-    def add_process(self, *options: str, environment: dict[str, str] | None = None) -> ServerProcess:
-        """One more store, which is not started."""
+    def add_process(
+        self, *options: str, environment: dict[str, str] | None = None, plants: Sequence[str] = ()
+    ) -> ServerProcess:
+        """One more store, which is not started. `plants`: bugs that it has."""
         process = ServerProcess(
             self._directory / f"store{len(self.processes)}",
             *("--fleet-bucket", self.bucket, "--fleet-secret-file", str(self._secret)),
             *("--fleet-beat-s", str(BEAT_S), *self._options, *options),
             environment=environment or self._environment,
+            program=forked(plants) if plants else FORKED,
         )
         self.processes.append(process)
         return process
@@ -78,9 +82,9 @@ class Stores:
     def _connect(self, number: int) -> Client:
         return connect(self.processes[number].target, timeout_s=20)
 
-    def add(self) -> int:
+    def add(self, *, plants: Sequence[str] = ()) -> int:
         """One more store; its number."""
-        self.add_process().start()
+        self.add_process(plants=plants).start()
         number = len(self.processes) - 1
         self.clients.append(self._connect(number))
         self.models.append(self.clients[number].models.register(SPEC))

@@ -21,6 +21,7 @@ from ctxcache.errors import CacheError, SessionNotFound
 from ctxcache.format.streams import ranges_of
 from ctxcache.v1 import peer_pb2, peer_pb2_grpc
 from ctxcache.wire.framed_socket import SocketFrameKind
+from tests.fleet.bucket_proxy import PeerProxy
 from tests.fleet.stores import SPEC, Stores, User, rows_of
 
 UID = "a" * 32
@@ -33,8 +34,10 @@ Lie = Callable[[peer_pb2.YieldSessionResponse], None]
 class Liar(peer_pb2_grpc.PeerServiceServicer):
     """Answers as an honest store did, but for a lie; its bulk channel sends what `drip` does."""
 
-    def __init__(self, answer: peer_pb2.YieldSessionResponse) -> None:
+    def __init__(self, request: peer_pb2.YieldSessionRequest, answer: peer_pb2.YieldSessionResponse) -> None:
+        """`answer`: of the honest store, to this request."""
         self.answer = answer
+        self.request = request
         self.lie: Lie = lambda _: None
         self.drip: Callable[[socket.socket], None] = lambda _: None
         self.lend: Callable[[peer_pb2.LendPrefixRequest], peer_pb2.LendPrefixResponse] | None = None
@@ -126,7 +129,7 @@ def liar(stores: Stores) -> Iterator[Liar]:
             tenant="default", session_id="model", uid=head.uid, term=head.term
         )
         answer = peer_pb2_grpc.PeerServiceStub(channel).YieldSession(request)
-    with Liar(answer) as one:
+    with Liar(request, answer) as one:
         yield one
 
 
@@ -148,6 +151,40 @@ def slowly(connection: socket.socket, rest: bytes) -> None:
     for byte in rest * 10_000:
         connection.sendall(bytes([byte]))
         time.sleep(0.5)
+
+
+def wrong_rows(stores: Stores, liar: Liar, number: int, *, mode: str) -> tuple[int, bool]:
+    """A session comes over such a wire: how many tokens are found, and whether one of them is wrong."""
+    session_id = f"{mode}{number}"
+    with PeerProxy() as wire, grpc.insecure_channel(stores.processes[0].target) as honest:
+        wire.mode = mode
+
+        def tell(answer: peer_pb2.YieldSessionResponse) -> None:
+            answer.CopyFrom(peer_pb2_grpc.PeerServiceStub(honest).YieldSession(liar.request))
+            wire.target_port, answer.ticket.tcp_port = answer.ticket.tcp_port, wire.port
+
+        liar.lie = tell
+        has(stores, liar, session_id)
+        client, model = stores.clients[number], stores.models[number]
+        try:
+            session = client.sessions.open(client.sessions.get(f"sessions/{session_id}"), model)
+        except SessionNotFound:
+            return 0, False
+        count = session.info.token_count
+        if not count:
+            return 0, False
+        with session.read() as read:
+            tokens, rows = rows_of("model", 0, count, 1)
+            is_right = np.array_equal(read.array(TOKENS).view(np.int32).reshape(-1), tokens)
+            return count, not (is_right and np.array_equal(read.array(OPAQUE), rows))
+
+
+def test_bits_that_flip_on_the_way_are_never_rows(stores: Stores, liar: Liar) -> None:
+    """A store that does not look at the sums shows wrong rows over the same wire."""
+    careless = stores.add(plants=["peer_sums_off"])
+    assert wrong_rows(stores, liar, 1, mode="pass") == (3000, False)
+    assert wrong_rows(stores, liar, 1, mode="flip") == (0, False)
+    assert wrong_rows(stores, liar, careless, mode="flip") == (3000, True)
 
 
 def _more_tokens(answer: peer_pb2.YieldSessionResponse) -> None:
