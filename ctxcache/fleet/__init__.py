@@ -49,7 +49,7 @@ from ctxcache.fleet.collecting import SHARDS, Collecting
 from ctxcache.fleet.copies import HostCopies
 from ctxcache.fleet.peers import Asking, Former
 from ctxcache.fleet.sharing import Price, Sharing
-from ctxcache.fleet.sources import Offer
+from ctxcache.fleet.sources import Offer, Source, Spare
 from ctxcache.runtime.threads import started_pool
 from ctxcache.service.admission import Admission
 from ctxcache.service.fairness import LoopSlice, Turns
@@ -132,6 +132,8 @@ class Fleet:
             arriving=self._arriving,
             parts_of=self._parts_of,
             arrived=self._arrived,
+            stored=self._source_of,
+            spare=self._spare_of,
         )
         self.claims = Claims(
             register,
@@ -679,6 +681,12 @@ class Fleet:
 
     def _parts_of(self, session: Session) -> Iterable[peer_pb2.SharedPart]:
         return self.sharing.parts_of(session)
+
+    def _source_of(self, name: Name, offer: Offer, begin: int, spare: Spare | None) -> Source:
+        return self.sharing.source(name, offer, begin, spare)
+
+    async def _spare_of(self, name: Name, offer: Offer, begin: int) -> Spare | None:
+        return await self.sharing.spare(name, offer, begin)
 
     def _arrived(self, name: Name, uid: str, offer: Offer, arrival: Arrival) -> None:
         counts = self.claims.counts

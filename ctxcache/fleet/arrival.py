@@ -63,6 +63,8 @@ class Arrival:
         self.token_count = begin
         """Tokens that are there, with those that have come."""
         self.size_bytes = 0
+        self.stretches_s: list[float] = []
+        """How long each stretch took."""
         self._is_over = False
         """Whether nobody waits for it any more."""
         self._is_ours, self._done_count = False, 0
@@ -136,7 +138,7 @@ class Arrival:
     def _read(self, transfer: AppendTransfer, stretch: Stretch) -> None:
         if stretch.is_behind_gap and stretch.begin == self._told.whole_token_count:
             self._await(self._leave_gap(transfer))
-        source = self._source
+        begun, source = time.monotonic(), self._source
         header = source.receive(SocketFrameKind.READ_HEADER)
         # An object counts its tokens as they were when it was put. Behind a gap our positions are one ahead.
         told = session_pb2.ReadHeader.FromString(header.message)
@@ -149,23 +151,34 @@ class Arrival:
             chunk = bulk_pb2.BulkChunk.FromString(frame.message)
             stream = validate.stream(chunk.stream, "chunk.stream")
             first = chunk.token_begin + ahead
-            last = transfer.append.check(stream, first, frame.data_bytes)
-            if room is None:
-                # Room for the whole stretch at once: every stream fills it.
-                room = self._await(transfer.room(end))
-            places = room.places(stream, first, last)
-            if places is None:
-                raise FrameError("tokens came that were not asked for")
+            # An object may begin with tokens that another store has brought.
+            known_bytes = 0
+            if stretch.begin < self._begin:
+                row_bytes = transfer.append.layout.row_bytes(stream)
+                known_bytes = min(max(self._begin - first, 0) * row_bytes, frame.data_bytes)
+                first += known_bytes // row_bytes
+            places: list[tuple[memoryview, Any]] = [(memoryview(bytearray(known_bytes)), None)]
+            if known_bytes < frame.data_bytes:
+                last = transfer.append.check(stream, first, frame.data_bytes - known_bytes)
+                if room is None:
+                    # Room for the whole stretch at once: every stream fills it.
+                    room = self._await(transfer.room(end))
+                new_places = room.places(stream, first, last)
+                if new_places is None:
+                    raise FrameError("tokens came that were not asked for")
+                places = [*places[: bool(known_bytes)], *new_places]
             parts = list(map(Part, chunk.part_sizes, chunk.checksums))
             if sum(part.size_bytes for part in parts) != frame.data_bytes:
                 raise FrameError("the parts of a chunk are not its data")
             if not source.receive_into(places, parts):
                 raise ChecksumMismatch(field=f"{stream} at token {first}")
-            transfer.append.received[stream] = last
+            if known_bytes < frame.data_bytes:
+                transfer.append.received[stream] = last
             self.size_bytes += frame.data_bytes
         source.check_whole()
         self._await(transfer.commit(session_pb2.AppendCommit(token_count=end)))
         self.token_count = end
+        self.stretches_s.append(time.monotonic() - begun)
 
     # A loop that has ended answers nothing any more: a thread that waited for it would keep the process.
     def _await(self, work: Coroutine[Any, Any, T]) -> T:

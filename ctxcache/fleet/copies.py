@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,13 +20,14 @@ from ctxcache.cache import Cache
 from ctxcache.cache.eviction import NOTHING_ENDED, Ended
 from ctxcache.core.fleet.claims import Busy, Left
 from ctxcache.core.fleet.heads import Name
+from ctxcache.core.fleet.lateness import Lateness
 from ctxcache.core.fleet.register import NoAnswer
 from ctxcache.core.ledger.session import Expiration, Session
 from ctxcache.core.ledger.work import Work
 from ctxcache.errors import CacheError, InvalidArgument
 from ctxcache.fleet.arrival import Arrival, bring
 from ctxcache.fleet.peers import GUEST_TTL_NS, Former
-from ctxcache.fleet.sources import Offer
+from ctxcache.fleet.sources import Offer, Source, Spare
 from ctxcache.service import convert, validate
 from ctxcache.service.admission import Admission
 from ctxcache.service.fairness import LoopSlice, Turns
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 0.1
 KNOCK_S = 2.0
 """How long a store is asked for its rows that has no connection free."""
+SPARED_AT_ONCE = 2
+"""Objects that are read beside late stores at a time; each is in memory as a whole."""
 NAME_OF_PART = re.compile("[0-9a-f]{32}")
 
 
@@ -53,8 +56,16 @@ class HostCopies:
         arriving: asyncio.Semaphore,
         parts_of: Callable[[Session], Iterable[peer_pb2.SharedPart]],
         arrived: Callable[[Name, str, Offer, Arrival], None],
+        stored: Callable[[Name, Offer, int, Spare | None], Source],
+        spare: Callable[[Name, Offer, int], Awaitable[Spare | None]],
     ) -> None:
-        """`parts_of`: what the bucket has of a session. `arrived` hears of each session that has come."""
+        """`parts_of`: what the bucket has of a session. `arrived` hears of each session that has come.
+
+        `stored`: what the bucket has of an offered session behind so many tokens. `spare`: the first object
+        of that, read and verified.
+        """
+        self._stored, self._spare, self._sparing = stored, spare, asyncio.Semaphore(SPARED_AT_ONCE)
+        self._lateness = Lateness()
         self._cache, self._threads, self._turns, self._spawn = cache, threads, turns, spawn
         self._calls, self._arriving = calls, arriving
         self._parts_of, self._arrived = parts_of, arrived
@@ -200,7 +211,16 @@ class HostCopies:
         while True:
             source = offer.source()
             arrival = Arrival(self._cache, self._calls, source, name.session_id)
-            await bring(arrival, run)
+            late = asyncio.get_running_loop().create_task(self._spared(name, offer, arrival))
+            try:
+                await bring(arrival, run)
+            finally:
+                late.cancel()
+            (spare,) = await asyncio.gather(late, return_exceptions=True)
+            for seconds in arrival.stretches_s if offer.tcp_port else ():
+                self._lateness.took(seconds)
+            if _has_spare(offer) and arrival.token_count < offer.told.token_count:
+                return await self._rest(name, offer, arrival, spare if isinstance(spare, Spare) else None)
             if source.was_let_in or offer.again is None or time.monotonic() > begun + KNOCK_S:
                 return arrival
             await asyncio.sleep(LOOK_INTERVAL_S)
@@ -208,6 +228,30 @@ class HostCopies:
                 offer = await offer.again()
             except (Busy, Left, NoAnswer):
                 return arrival
+
+    # The first of both that has come and is verified is taken, and the other one is ended.
+    async def _spared(self, name: Name, offer: Offer, arrival: Arrival) -> Spare | None:
+        """Read an object beside a store whose rows are late, and end that where the object is there first."""
+        if not _has_spare(offer):
+            return None
+        count = -1
+        while count != arrival.token_count:
+            count = arrival.token_count
+            await asyncio.sleep(self._lateness.late_s)
+        async with self._sparing:
+            spare = await self._spare(name, offer, arrival.token_count)
+        if spare is not None and arrival.token_count < spare.part.token_end:
+            log.info("session_store_late tokens=%d", arrival.token_count)
+            arrival.end()
+        return spare
+
+    async def _rest(self, name: Name, offer: Offer, arrival: Arrival, spare: Spare | None) -> Arrival:
+        """What another store did not bring comes out of the bucket."""
+        source = self._stored(name, offer, arrival.token_count, spare)
+        rest = Arrival(self._cache, self._calls, source, name.session_id, begin=arrival.token_count)
+        await bring(rest, partial(asyncio.get_running_loop().run_in_executor, self._threads))
+        rest.size_bytes += arrival.size_bytes
+        return rest
 
     async def _make_room_for(self, name: Name, uid: str, offer: Offer) -> None:
         """An empty session of that uid, as the other store describes it."""
@@ -237,6 +281,12 @@ class HostCopies:
         except CacheError as error:
             # The record is owed. After a crash before it is written, the head says whose the session is.
             log.warning("guest_not_recorded error=%s", error)
+
+
+def _has_spare(offer: Offer) -> bool:
+    """Whether the bucket has rows of what another store offers, which lie where they do there."""
+    is_from_store = offer.tcp_port > 0
+    return is_from_store and bool(offer.parts) and offer.told.whole_token_count == offer.told.token_count
 
 
 def _described(guest: session_pb2.Session) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from ctxcache.core.limits import Pinner
 from ctxcache.core.placement.prices import Bucket, BucketPrices, Recomputation
 from ctxcache.core.ranges import Range, Ranges
 from ctxcache.errors import CacheError, SessionMoved, SessionNotFound, Unavailable
-from ctxcache.fleet.sources import Offer, StoredSource, told_model
+from ctxcache.fleet.sources import Offer, Spare, StoredSource, is_whole, told_model
 from ctxcache.identity import ArenaGrant
 from ctxcache.service import convert
 from ctxcache.service.admission import Admission
@@ -51,7 +51,7 @@ from ctxcache.service.whereabouts import ALONE
 from ctxcache.storage.objects import Objects
 from ctxcache.v1 import peer_pb2, session_pb2
 from ctxcache.wire.frame_buffer import FrameWriter
-from ctxcache.wire.framed_socket import SocketFrameKind
+from ctxcache.wire.framed_socket import FrameError, SocketFrameKind
 
 log = logging.getLogger(__name__)
 LEAST_BYTES, MOST_BYTES = 4 << 20, 16 << 20
@@ -459,6 +459,29 @@ class Sharing:
         if found is None:
             raise NoAnswer(f"object {part.name} is gone")
         return found.body
+
+    def source(self, name: Name, offer: Offer, begin: int, spare: Spare | None) -> StoredSource:
+        """What the bucket has of a session behind so many tokens; `spare`: an object of it that is here."""
+
+        async def get(part: peer_pb2.SharedPart) -> Buffer:
+            is_here = spare is not None and part.name == spare.part.name
+            return spare.body if spare is not None and is_here else await self._object(name, part)
+
+        return StoredSource(offer.told, offer.parts, get, partial(self._hasher, name), begin=begin)
+
+    async def spare(self, name: Name, offer: Offer, begin: int) -> Spare | None:
+        """The object that has this token, read and verified; None where it cannot be had."""
+        part = next((one for one in offer.parts if one.token_begin <= begin < one.token_end), None)
+        if part is None:
+            return None
+        try:
+            body = await self._object(name, part)
+            work = partial(is_whole, part, body, self._hasher(name, part.name))
+            is_right = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except (NoAnswer, FrameError, DecodeError) as error:
+            log.warning("shared_object_unusable error=%s", error)
+            return None
+        return Spare(part, body) if is_right else None
 
     def arrived(self, name: Name, uid: str, offer: Offer, token_count: int) -> None:
         """A copy of this uid is here, with so many tokens of what was offered."""

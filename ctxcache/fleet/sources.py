@@ -82,6 +82,13 @@ class Source(Protocol):
         """Give it up."""
 
 
+class Spare(NamedTuple):
+    """An object that was read and verified."""
+
+    part: peer_pb2.SharedPart
+    body: Buffer
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A session elsewhere, and by what its rows can be had."""
@@ -209,8 +216,14 @@ class StoredSource:
         parts: Iterable[peer_pb2.SharedPart],
         get: Callable[[peer_pb2.SharedPart], Awaitable[Buffer]],
         hasher: Callable[[str], blake2b],
+        *,
+        begin: int = 0,
     ) -> None:
-        """`get` raises NoAnswer, also where an object is gone. `hasher` takes an object's name."""
+        """`get` raises NoAnswer, also where an object is gone. `hasher` takes an object's name.
+
+        `begin`: the first token that is to come, of a session from which nothing was dropped.
+        """
+        self._begin = begin
         self.told, self._parts, self._get, self._hasher = told, tuple(parts), get, hasher
         self._loop = asyncio.get_running_loop()
         self._coming = deque[tuple[peer_pb2.SharedPart, Future[Buffer]]]()
@@ -221,7 +234,14 @@ class StoredSource:
 
     def stretches(self, step: int) -> Iterator[Stretch]:  # noqa: ARG002  objects are as long as they are
         """See Source."""
+        at = self._begin
         for part in self._parts:
+            if part.token_end <= at:
+                continue
+            # What no object has, and nothing behind it.
+            if part.token_begin > at:
+                return
+            at = part.token_end
             is_behind_gap = part.token_begin >= self.told.whole_token_count
             yield Stretch(part.token_begin, part.token_end, is_behind_gap)
 
@@ -270,6 +290,19 @@ class StoredSource:
         if self._reader is None:
             raise FrameError("nothing was asked for")
         return self._reader[1]
+
+
+def is_whole(part: peer_pb2.SharedPart, body: Buffer, hasher: blake2b) -> bool:
+    """Whether an object is what was put. Raises FrameError, DecodeError."""
+    reader, is_right = FrameReader(body, hasher), True
+    while (frame := reader.receive()) is not None:
+        if frame.kind is SocketFrameKind.CHUNK:
+            chunk = bulk_pb2.BulkChunk.FromString(frame.message)
+            sums = list(map(Part, chunk.part_sizes, chunk.checksums))
+            if sum(one.size_bytes for one in sums) != frame.data_bytes:
+                raise FrameError("the parts of a chunk are not its data")
+            is_right &= reader.receive_into([(memoryview(bytearray(frame.data_bytes)), None)], sums)
+    return is_right and reader.digest == part.digest
 
 
 async def told_model(record: Registered, pace: LoopSlice) -> model_pb2.Model:

@@ -1,7 +1,7 @@
 """Proxies that fail on purpose: one between a store and the bucket, one between a store and its peers.
 
     BucketProxy   HTTP: delays, loses requests, loses answers, says 503, strips conditions
-    PeerProxy     TCP: lets through, flips a bit of what comes back, or takes connections and says nothing
+    PeerProxy     TCP: lets through, flips a bit of what comes back, slows it, breaks off, or says nothing
 
 Each runs in a thread with an event loop of its own. What a proxy does now is `mode`, set from any thread.
 """
@@ -14,7 +14,8 @@ from typing import Self
 
 CONDITIONS = (b"if-match:", b"if-none-match:")
 SHORT_BYTES = 4096
-MODES = ("pass", "cut", "lose_requests", "lose_answers", "late", "refuse", "strip", "flip")
+MODES = ("pass", "cut", "lose_requests", "lose_answers", "late", "refuse", "strip", "flip", "slow", "break")
+SLOW_S, BREAK_BYTES = 0.2, 6 << 20
 
 
 class Proxy:
@@ -24,6 +25,8 @@ class Proxy:
         self.target_port = target_port
         self.mode = "pass"
         self.port = 0
+        self.back_bytes = 0
+        """So many have come back."""
         self._random = random.Random(1)
         self._loop = asyncio.new_event_loop()
         self._open: set[asyncio.StreamWriter] = set()
@@ -92,6 +95,11 @@ class PeerProxy(Proxy):
     ) -> None:
         while data := await reader.read(1 << 16):
             if self.mode == "cut":
+                return
+            self.back_bytes += len(data) if is_back else 0
+            if self.mode == "slow" and is_back:
+                await asyncio.sleep(SLOW_S)
+            if self.mode == "break" and self.back_bytes > BREAK_BYTES:
                 return
             # Short messages are heads of frames: a connection that ends by them shows no wrong rows.
             is_flipped = self.mode == "flip" and is_back and len(data) > SHORT_BYTES

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -14,7 +15,7 @@ import grpc
 import numpy as np
 import pytest
 
-from ctxcache.client import OPAQUE, TOKENS
+from ctxcache.client import OPAQUE, TOKENS, Durability
 from ctxcache.core.fleet.heads import Head, Name, NodeRecord, Secret, node_path
 from ctxcache.core.prefix.keys import scope_of
 from ctxcache.errors import CacheError, SessionNotFound
@@ -185,6 +186,31 @@ def test_bits_that_flip_on_the_way_are_never_rows(stores: Stores, liar: Liar) ->
     assert wrong_rows(stores, liar, 1, mode="pass") == (3000, False)
     assert wrong_rows(stores, liar, 1, mode="flip") == (0, False)
     assert wrong_rows(stores, liar, careless, mode="flip") == (3000, True)
+
+
+@pytest.mark.parametrize("mode", ["slow", "break"])
+def test_what_a_store_does_not_bring_comes_out_of_the_bucket(stores: Stores, liar: Liar, mode: str) -> None:
+    """A store that is late or breaks off is ended, and the objects of the same rows are read."""
+    user = User(stores, "shared")
+    for count in (9000, 9000):
+        user.turn(0, count, durability=Durability.SHARED)
+    secret = Secret(b"a secret of this fleet of stores")
+    place = Path(stores.bucket.removeprefix("file://")) / secret.head_path(Name("default", "shared"))
+    head = secret.read_head(place.read_bytes())
+    with PeerProxy() as wire, grpc.insecure_channel(stores.processes[0].target) as honest:
+        wire.mode = mode
+
+        def tell(answer: peer_pb2.YieldSessionResponse) -> None:
+            request = peer_pb2.YieldSessionRequest(
+                tenant="default", session_id="shared", uid=head.uid, term=head.term
+            )
+            answer.CopyFrom(peer_pb2_grpc.PeerServiceStub(honest).YieldSession(request))
+            wire.target_port, answer.ticket.tcp_port = answer.ticket.tcp_port, wire.port
+
+        liar.lie = tell
+        place.write_bytes(secret.write(replace(head, node="liar", address=liar.address)))
+        assert user.found(1) == 18000
+        assert 0 < wire.back_bytes < user.rows.nbytes
 
 
 def _more_tokens(answer: peer_pb2.YieldSessionResponse) -> None:
