@@ -136,8 +136,9 @@ class VllmEngine:
         """Send requests together and wait for their replies, in their order.
 
         A request has `prompt` (token ids), `session` (an id, or None), `count` (tokens to generate), and
-        perhaps a `salt`, `hints` (an envelope of vLLM's), `says` (further `kv_transfer_params`), and
-        `embeds`: an input [T, D] for each token, which stands in for those whose ids are 0.
+        perhaps a `salt`, `hints` (an envelope of vLLM's), `says` (further `kv_transfer_params`),
+        `adapter` (the fields of a LoRARequest), and `embeds`: an input [T, D] for each token, which stands
+        in for those whose ids are 0.
         """
         replies: list[Reply] = self._answer([*requests])
         return replies
@@ -199,6 +200,7 @@ def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
     """Answer requests until nobody asks any more."""
     from vllm import LLM, SamplingParams  # noqa: PLC0415  it prints
     from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: PLC0415
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
     if "packages" in arguments:
         sys.path.append(arguments.pop("packages"))
@@ -254,6 +256,9 @@ def serve(asking: Connection, model: str, arguments: dict[str, Any]) -> None:
                     },
                 )
                 for request in requests
+            ],
+            lora_request=[
+                LoRARequest(**request["adapter"]) if request.get("adapter") else None for request in requests
             ],
             use_tqdm=False,
         )

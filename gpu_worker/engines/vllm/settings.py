@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import torch
 from huggingface_hub import snapshot_download
 from pydantic import BeforeValidator, Field
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -136,6 +137,8 @@ def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig", setting
         )
     if config.speculative_config is not None:
         raise Refused("speculative decoding is not supported: rows of refused drafts would be saved")
+    if config.lora_config is not None and current_platform.is_cpu():
+        _check_adapters(config)
     if saved.is_portable:
         if len(kv_cache_config.kv_cache_groups) > 1:
             problem = f"state={saved.value}: layers keep different tokens"
@@ -145,10 +148,22 @@ def check_engine(config: "VllmConfig", kv_cache_config: "KVCacheConfig", setting
         _check_blocks(config, kv_cache_config)
 
 
+def _check_adapters(config: "VllmConfig") -> None:
+    # Its index of "no adapter" is -1, by which its CPU kernels take the last adapter's weights. Where a batch
+    # has no adapter at all they are not called.
+    if config.scheduler_config.max_num_seqs > 1:
+        problem = "vLLM for CPUs computes the model's own requests by an adapter, where a batch has both"
+        raise Refused(f"{problem}: their rows would be saved as the model's; add --max-num-seqs 1")
+
+
 def _check_passes(config: "VllmConfig", saved: SavedState) -> None:
     if not config.model_config.enforce_eager:
         problem = f"state={saved.value} is seen in eager mode only"
         raise Refused(f"{problem}: add --enforce-eager, or save state=blocks")
+    if config.lora_config is not None:
+        # Outside of a batch, as in the proof, layers that take adapters have no index of one.
+        problem = f"state={saved.value} cannot be proved on layers that take LoRA adapters"
+        raise Refused(f"{problem}: leave --enable-lora out, or save state=blocks")
     if config.model_config.uses_mrope:
         raise Refused(f"state={saved.value}: tokens of this model have several positions each")
 
