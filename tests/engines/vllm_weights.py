@@ -95,6 +95,13 @@ def reset(llm: Any) -> bool:
     return bool(llm.reset_prefix_cache(reset_connector=True))
 
 
+def sleep(llm: Any, level: str, path: str) -> None:
+    """Put the engine to sleep, and give it other weights before it wakes up."""
+    llm.sleep(level=int(level))
+    reload(llm, path)
+    llm.wake_up()
+
+
 def linked(llm: Any) -> None:
     """Wait until both sides of the connector can use the store again."""
     # Imported where vLLM is: this module is also imported where it must not print.
@@ -200,6 +207,35 @@ def test_other_weights_in_place_are_another_model(
         assert wrong == 0
         assert cached > 0
         assert wrong_count(engine, plain["old"], others) == (0, 0)
+
+
+# vLLM for CPUs gives no memory back, and does all else of a sleep: it pauses, and empties its caches.
+@pytest.mark.parametrize("kind", ["blocks", "offloading"])
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_what_wakes_up_with_other_weights_is_served_nothing_old(
+    kind: str,
+    level: str,
+    models: dict[str, Path],
+    plain: dict[str, VllmEngine],
+    store: ServerProcess,
+    tmp_path: Path,
+) -> None:
+    """Nor is what it saves from then on found by an engine on the old files."""
+    prompts = [opening(80 + number) for number in range(3)]
+    with engine_of(kind, models["old"], store, tmp_path / "log") as engine:
+        assert wrong_count(engine, plain["old"], prompts) == (0, 0)
+        assert settled(store)
+        engine.call(sleep, level, str(models["new"]))
+        until_named(engine)
+        assert wrong_count(engine, plain["new"], prompts) == (0, 0), engine.log
+        settled(store)
+        wrong, cached = wrong_count(engine, plain["new"], prompts)
+        assert wrong == 0
+        assert cached > 0, engine.log
+    with engine_of(kind, models["old"], store, tmp_path / "healthy") as engine:
+        wrong, cached = wrong_count(engine, plain["old"], prompts)
+        assert wrong == 0
+        assert cached > 0
 
 
 def conversed(engine: VllmEngine, right: VllmEngine, session: str, turn_count: int) -> tuple[list[int], int]:

@@ -113,7 +113,7 @@ class CtxcacheOffloadingConnector(KeepsManager, LayerByLayer, OffloadingConnecto
                     "type": place_tier(CtxcacheTier),
                     # vLLM gives a tier neither the model nor its settings: they are in its configuration.
                     "engine": engine_facts(vllm_config),
-                    "directory": str(directory_of(vllm_config)),
+                    "directory": str(directory_of(vllm_config, vllm_config.model_config.model)),
                     "role": role_of(vllm_config),
                     **given,
                 },

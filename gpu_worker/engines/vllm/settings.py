@@ -228,12 +228,14 @@ def link_for(
     """
     # Only the first link waits for the arena: after a store's restart there are conversations to restore.
     patience = iter([POPULATE_S])
+    # `reload_weights` changes this in a worker's configuration, and not in the scheduler's.
+    model = str(config.model_config.model)
 
     def register(client: Client) -> CallerModel:
         # Map the arena while the engine starts, not in the step that first needs it.
         client.map_arena(is_written=parts is None)
         named = version() or ""
-        directory = directory_of(config)
+        directory = directory_of(config, model)
         model_id = model_id_of(directory, settings)
         if settings.saved is SavedState.BLOCKS:
             specs = [
@@ -274,14 +276,12 @@ def model_id_of(directory: Path, settings: ConnectorSettings) -> str:
     return model_id
 
 
-def directory_of(config: "VllmConfig") -> Path:
-    """Where the model's files lie: a directory, or what vLLM downloaded of a repository."""
-    model = config.model_config
-    if Path(model.model).is_dir():
-        return Path(model.model)
-    cache = config.load_config.download_dir
-    files = snapshot_download(model.model, revision=model.revision, cache_dir=cache, local_files_only=True)
-    return Path(files)
+def directory_of(config: "VllmConfig", model: str) -> Path:
+    """Where a model's files lie: a directory, or what vLLM downloaded of a repository."""
+    if Path(model).is_dir():
+        return Path(model)
+    cache, revision = config.load_config.download_dir, config.model_config.revision
+    return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
 
 
 def engine_facts(config: "VllmConfig") -> str:
