@@ -190,6 +190,13 @@ STORE = Board(
                 _one(
                     "Largest free run", "bytes", "ctxcache_tier_largest_free_bytes{$on}", "{{tier}} {{path}}"
                 ),
+                _one(
+                    "Capacities written a day",
+                    "none",
+                    "86400 * rate(ctxcache_path_written_bytes_total{$on}[$rate])"
+                    " / on(job, instance, path) ctxcache_tier_capacity_bytes{$on}",
+                    "{{path}}",
+                ),
                 Panel(
                     "Not on SSD yet",
                     LINES,

@@ -78,6 +78,7 @@ class MemoryTier:
         self._full: set[int] = set()
         self.emptied: set[int] = set()
         """See DeviceTier."""
+        self._written_bytes = [0] * len(self._capacities_bytes)
         self._faults: dict[Operation, set[int]] = defaultdict(set)
         self._gates: dict[tuple[Operation, int | None], asyncio.Event] = {}
         self.counts: dict[Operation, int] = dict.fromkeys(Operation, 0)
@@ -124,6 +125,11 @@ class MemoryTier:
         """Let a path's device have no room for what is written, or room again."""
         (self._full.add if is_full else self._full.discard)(path_index)
 
+    @property
+    def written_bytes(self) -> tuple[int, ...]:
+        """See DeviceTier."""
+        return tuple(self._written_bytes)
+
     async def probe(self) -> None:
         """See DeviceTier."""
 
@@ -166,6 +172,7 @@ class MemoryTier:
         for first, last in [(0, data.nbytes)] if pieces is None else pieces:
             for i in range(first // ALIGN_BYTES, last // ALIGN_BYTES):
                 self.pages[keys[i]] = bytes(flat[i * ALIGN_BYTES : (i + 1) * ALIGN_BYTES])
+            self._written_bytes[slot.path_index] += last - first
 
     async def sync(self, path_indexes: Collection[int]) -> None:
         """See Tier. A failure is that of one device, the first path's, and fences it."""

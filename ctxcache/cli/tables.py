@@ -203,8 +203,19 @@ def _saved(stats: StoreStats) -> str:
 
 def paths_table(tiers: Sequence[TierStats]) -> RenderableType:
     """Where bytes lie, one place per line."""
-    titles = ("TIER", ">USED", ">CAPACITY", ">FULL", ">FRAGMENTED", ">SEGMENTS", "STATE", "/PATH", "WHY")
-    rows = table(*titles, drops=("SEGMENTS", "FRAGMENTED"))
+    titles = (
+        "TIER",
+        ">USED",
+        ">CAPACITY",
+        ">FULL",
+        ">FRAGMENTED",
+        ">SEGMENTS",
+        ">WRITTEN",
+        "STATE",
+        "/PATH",
+        "WHY",
+    )
+    rows = table(*titles, drops=("SEGMENTS", "FRAGMENTED", "WRITTEN"))
     for tier in tiers:
         rows.add_row(
             tier.tier.name,
@@ -213,6 +224,7 @@ def paths_table(tiers: Sequence[TierStats]) -> RenderableType:
             f"{tier.used_bytes / max(tier.capacity_bytes, 1):.0%}",
             f"{fragmented(tier):.0%}",
             str(tier.segment_count),
+            human_size(tier.written_bytes),
             _word(tier.state),
             tier.path,
             tier.problem or "-",

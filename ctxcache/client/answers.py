@@ -523,6 +523,8 @@ class TierStats:
     """Why it takes none, in words; empty while it does."""
     largest_free_bytes: int = 0
     """The largest run of free bytes: nothing larger than that could be put there, however much is free."""
+    written_bytes: int = 0
+    """Bytes written to the file since the server started; 0 for DRAM."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -425,6 +425,7 @@ def read_tier_stats(message: admin_pb2.TierStats) -> types.TierStats:
         state=types.PathState(message.state),
         problem=message.problem,
         largest_free_bytes=message.largest_free_bytes,
+        written_bytes=message.written_bytes,
     )
 
 
@@ -438,6 +439,7 @@ def write_tier_stats(plain: types.TierStats) -> admin_pb2.TierStats:
         state=admin_pb2.PathState.ValueType(plain.state),
         problem=plain.problem,
         largest_free_bytes=plain.largest_free_bytes,
+        written_bytes=plain.written_bytes,
     )
 
 

@@ -100,6 +100,8 @@ def _tiers(cache: Cache) -> Iterator[Sample]:
     ledger = cache.ledger
     yield from _tier("dram", cache.arena, cache.arena.refusals, ledger.memory)
     yield from _tier("ssd", cache.ssd, cache.devices.refusals, ledger.below)
+    for path, written_bytes in zip(cache.ssd.paths, cache.ssd.written_bytes, strict=True):
+        yield Sample("ctxcache_path_written_bytes_total", written_bytes, (path,))
     withheld = cache.ledger.lost.withheld
     yield Sample("ctxcache_withheld_sessions", len(withheld))
     yield Sample("ctxcache_withheld_tokens", sum(withheld.values()))

@@ -445,6 +445,14 @@ TIERS = Group(
             "tier",
             "path",
         ),
+        counter(
+            "path_written_bytes",
+            "bytes",
+            "Written to an SSD path; failed writes are left out.",
+            "A day's sum over the drive's capacity is its drive writes a day. Above what the drive is made "
+            "for: a larger arena, or `write_cents_per_tb`.",
+            "path",
+        ),
         gauge(
             "path_state",
             "0 or 1",

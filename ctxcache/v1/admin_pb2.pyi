@@ -416,6 +416,7 @@ class TierStats(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     LARGEST_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
     tier: _session_pb2.Tier.ValueType
     """Which tier."""
     path: _builtins.str
@@ -432,6 +433,8 @@ class TierStats(_message.Message):
     """Why it takes none, in words; empty while it does."""
     largest_free_bytes: _builtins.int
     """The largest run of free bytes: nothing larger than that could be put there, however much is free."""
+    written_bytes: _builtins.int
+    """Bytes written to the file since the server started; 0 for DRAM."""
     def __init__(
         self,
         *,
@@ -443,10 +446,11 @@ class TierStats(_message.Message):
         state: Global___PathState.ValueType = ...,
         problem: _builtins.str = ...,
         largest_free_bytes: _builtins.int = ...,
+        written_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "largest_free_bytes", b"largest_free_bytes", "path", b"path", "problem", b"problem", "segment_count", b"segment_count", "state", b"state", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "largest_free_bytes", b"largest_free_bytes", "path", b"path", "problem", b"problem", "segment_count", b"segment_count", "state", b"state", "tier", b"tier", "used_bytes", b"used_bytes", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

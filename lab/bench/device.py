@@ -122,6 +122,11 @@ class ThrottledTier:
         """See DeviceTier."""
         return self._inner.emptied
 
+    @property
+    def written_bytes(self) -> tuple[int, ...]:
+        """See DeviceTier."""
+        return self._inner.written_bytes
+
     async def probe(self) -> None:
         """See DeviceTier."""
         await self._inner.probe()

@@ -206,6 +206,7 @@ async def test_a_path_rests_and_is_opened(server: Server, client: Client) -> Non
     assert "an operator took it out of use" in rested.problem
     assert tiers[one].used_bytes == 0 < tiers[two].used_bytes
     assert tiers[one].largest_free_bytes == tiers[one].capacity_bytes > tiers[two].largest_free_bytes
+    assert tiers[one].written_bytes == 0 < tiers[two].written_bytes <= tiers[two].used_bytes
     assert any(one in problem for problem in activity.problems)
     for path in (two, "/nowhere"):
         request = ops.UpdatePathRequest(path=path, resting=True)

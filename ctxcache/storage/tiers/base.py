@@ -97,6 +97,10 @@ class DeviceTier(Tier, Protocol):
     def emptied(self) -> Collection[int]:
         """Path numbers whose file was made by this start: nothing that a record names can be there."""
 
+    @property
+    def written_bytes(self) -> tuple[int, ...]:
+        """What was written to each path since the start; failed writes count for nothing."""
+
     async def probe(self) -> None:
         """Find out which devices are lost and which are back. Never raises for what a device does."""
 

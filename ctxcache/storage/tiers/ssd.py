@@ -97,6 +97,11 @@ class SsdFiles:
         return tuple(file.size_bytes for file in self.files)
 
     @property
+    def written_bytes(self) -> tuple[int, ...]:
+        """See DeviceTier."""
+        return tuple(file.written_bytes for file in self.files)
+
+    @property
     def io_modes(self) -> tuple[IoMode, ...]:
         """How each path is accessed."""
         return tuple(file.io_mode for file in self.files)
@@ -198,6 +203,8 @@ class _File:
         self.size_bytes = place.size_bytes
         self.health = health
         self.is_new = False
+        self.written_bytes = 0
+        """By writes that succeeded since the start."""
         self._place, self._allow_direct = place, allow_direct
         self.fd, self.io_mode = -1, IoMode(self.path, is_direct=False, reason="it is not there")
         self._old_fds: list[int] = []
@@ -243,7 +250,9 @@ class _File:
         def piece(begin: int, end: int) -> None:
             self._write_piece(offset + begin, flat[begin:end], is_placed=is_placed)
 
-        await self._writers.transfer(piece, _cut(flat.nbytes) if pieces is None else pieces)
+        cut = _cut(flat.nbytes) if pieces is None else pieces
+        await self._writers.transfer(piece, cut)
+        self.written_bytes += sum(end - begin for begin, end in cut)
 
     async def occupy(self, work: Callable[[], None], *, is_read: bool) -> None:
         """Occupy one of the path's threads with `work`, as a slow device would. Raises TierFailure."""
