@@ -1,6 +1,7 @@
 """The examples that help ends with: each is run as it stands, in a process of its own."""
 
 import os
+import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -55,6 +56,31 @@ EXAMPLES = [
     if epilog.startswith(TITLE)
     for line in epilog.split("\n\n")[1:]
 ]
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMED = re.compile(r"`ctxcache ((?:[a-z][a-z-]* ?)+)")
+"""A command within a sentence, up to its first argument that is no word."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_command_that_a_page_names_is_there(page: Path) -> None:
+    """Down to the command of a group; words behind it are arguments."""
+    missing = []
+    for words in {tuple(match.split()) for match in NAMED.findall(page.read_text())}:
+        if any(words[: len(plugin)] == plugin for plugin in PLUGINS):
+            continue
+        below: Any = dict.fromkeys(LISTED)
+        for depth, word in enumerate(words):
+            if word not in below:
+                missing.append(" ".join(words))
+                break
+            command = imported(word) if depth == 0 else below[word]
+            below = getattr(command, "commands", None)
+            if below is None:
+                break
+    assert missing == []
 
 
 @pytest.fixture(scope="module")
