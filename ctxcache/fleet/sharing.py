@@ -461,7 +461,10 @@ class Sharing:
         return found.body
 
     def source(self, name: Name, offer: Offer, begin: int, spare: Spare | None) -> StoredSource:
-        """What the bucket has of a session behind so many tokens; `spare`: an object of it that is here."""
+        """The bucket's objects of a session, as a source of its tokens from `begin` on.
+
+        `spare`: one of these objects, which has been read already.
+        """
 
         async def get(part: peer_pb2.SharedPart) -> Buffer:
             is_here = spare is not None and part.name == spare.part.name

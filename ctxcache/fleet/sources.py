@@ -238,7 +238,7 @@ class StoredSource:
         for part in self._parts:
             if part.token_end <= at:
                 continue
-            # What no object has, and nothing behind it.
+            # No object has the next token: what lies behind it cannot be appended.
             if part.token_begin > at:
                 return
             at = part.token_end

@@ -362,14 +362,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _tiers(self) -> list[admin_pb2.TierStats]:
         cache, ledger = self._cache, self._cache.ledger
         return [
-            *_tier(session_pb2.TIER_DRAM, cache.arena, cache.arena.refusals, ledger.memory, (0,)),
+            *_tier(session_pb2.TIER_DRAM, cache.arena, cache.arena.refusals, ledger.memory),
             *self._ssd_paths(),
         ]
 
     def _ssd_paths(self) -> Iterator[admin_pb2.TierStats]:
         cache = self._cache
-        ssd, refusals = cache.ssd, cache.devices.refusals
-        return _tier(session_pb2.TIER_SSD, ssd, refusals, cache.ledger.below, ssd.written_bytes)
+        tiers = _tier(session_pb2.TIER_SSD, cache.ssd, cache.devices.refusals, cache.ledger.below)
+        for tier, written_bytes in zip(tiers, cache.ssd.written_bytes, strict=True):
+            tier.written_bytes = written_bytes
+            yield tier
 
     # -- what runs: leases, engines, the drain -----------------------------------------------------------
 
@@ -742,7 +744,6 @@ def _tier(
     tier: Tier,
     refusals: Mapping[int, TierRefusal],
     slots: SlotAllocator,
-    written_bytes: Sequence[int],
 ) -> Iterator[admin_pb2.TierStats]:
     for i, path in enumerate(tier.paths):
         refusal = refusals.get(i)
@@ -755,7 +756,6 @@ def _tier(
             state=_state(refusal),
             problem=refusal.problem if refusal else "",
             largest_free_bytes=slots.largest_free_bytes_by_path[i],
-            written_bytes=written_bytes[i],
         )
 
 

@@ -7,8 +7,8 @@
 Conversations of real text are held side by side through vLLM's own server, so that each finds vLLM's blocks
 taken by the others when its user is back. `thoughts`: the template strips a reply's thought when the user
 writes. `prunes`: the agent drops a tool's result behind the reply. Beside each, the same conversation of
-which nothing is dropped. What a model says of a reply is its beginning; the rest is text, which one more
-request computes as if it had been said.
+which nothing is dropped. A model
+says the beginning of a reply. The rest is real text, which one more request computes as if it had been said.
 
 Ways, each a server of its own: `no cache`, vLLM's `prefix cache`, vLLM's `offloading` to host memory, `today`
 (CtxcacheConnector, cut where a prompt differs), `ahead` (the same with the middleware, which is told by
@@ -48,7 +48,7 @@ SYSTEM, MESSAGE, THOUGHT, RESULT, ANSWER = 1200, 200, 1600, 3200, 1600
 """Characters of the parts of a conversation; about a quarter as many tokens."""
 GENERATED = 8
 OTHER = "\N{SNOWMAN}"
-"""What no message begins with."""
+"""A character that no message begins with."""
 BLOCK_TOKENS = 32
 """Of vLLM's blocks."""
 STORE_BYTES = 4 << 30
@@ -306,6 +306,9 @@ def main(
     results: Annotated[Path | None, typer.Option(help="Write every call as a JSON line.")] = None,
 ) -> None:
     """Measure, check, print a table."""
+    chosen = ways.split(",")
+    if wrong := sorted({*chosen} - {*WAYS}):
+        raise typer.BadParameter(f"{', '.join(wrong)}: the ways are {', '.join(WAYS)}", param_hint="--ways")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     text = "\n".join(line for part in passages() for line in part.paragraphs)
     directory, calls = model or smollm2(), list[Call]()
@@ -313,7 +316,7 @@ def main(
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (place / "template.jinja").write_text(TEMPLATE)
-        for way in ways.split(","):
+        for way in chosen:
             with ExitStack() as own:
                 # Each has a store of its own: rows are found by what was said, and both say the same.
                 store = serving(place / way, arena_bytes=STORE_BYTES // 4, ssd_bytes=STORE_BYTES)

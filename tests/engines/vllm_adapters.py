@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lab.engines.families import SHAPE
 from lab.engines.vllm_process import Reply, VllmEngine
+from tests.engines.vllm_small import model
 from tests.engines.vllm_weights import COUNT, opening, settled
 from tests.server_process import ServerProcess
+
+__all__ = ["model"]
 
 RANK = 8
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
@@ -43,15 +45,6 @@ def write_adapter(directory: Path, seed: int) -> None:
     directory.mkdir(exist_ok=True)
     save_file(weights, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(CONFIG)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that the adapters are of."""
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from lab.engines.families import SHAPE
 from lab.engines.vllm_process import VllmEngine
 from tests.engines.tls_store import TlsStore, tls_store
+from tests.engines.vllm_small import model
+
+__all__ = ["model"]
 
 PROMPT = [(11 * i * i) % 500 + 3 for i in range(97)]
 COUNT = 8
@@ -19,15 +19,6 @@ OFFLOADING = {
     "spec_module_path": "lab.engines.offload_on_cpu",
     "cpu_bytes_to_use": 64 << 20,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model, in files."""
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -760,7 +760,7 @@ def _plant(control: str, claims: Claims, node: Node) -> None:  # noqa: C901  a b
     plain_is_over = inside._is_over
 
     def is_over(name: Name, uid: str, head: Head) -> bool:
-        # What was deleted elsewhere goes on here.
+        # A session that another node deleted goes on here.
         return not head.is_deleted and plain_is_over(name, uid, head)
 
     bugs: dict[str, tuple[str, Any]] = {

@@ -30,7 +30,7 @@ def test_a_planted_bug_is_found(control: str) -> None:
 
 @pytest.mark.parametrize("control", ["", "no_fence"])
 def test_a_collection_needs_its_fence_and_no_grace(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a head may come to name is kept by the change of the head, however young the rest is."""
+    """The fence alone keeps the objects that a head is about to name; without grace nothing breaks."""
     monkeypatch.setattr(model, "GRACE", -1)
     assert any(is_broken(seed, control) for seed in range(HISTORIES)) is bool(control)
 

@@ -99,7 +99,7 @@ class DeviceTier(Tier, Protocol):
 
     @property
     def written_bytes(self) -> tuple[int, ...]:
-        """What was written to each path since the start; failed writes count for nothing."""
+        """The bytes written to each path since the start, without failed writes."""
 
     async def probe(self) -> None:
         """Find out which devices are lost and which are back. Never raises for what a device does."""

@@ -240,7 +240,7 @@ class AheadMiddleware:
         if differing < LEAST_TOKENS or not self._queue.is_worth(differing, differing):
             return "nothing to do"
         found_count = await self._compute(asked, following)
-        # What was computed before is rendered where a reply is known, else the server may say it.
+        # Without a reply no rendering shows which tokens were computed before. The server may count them.
         begin = found_count if asked.reply is None else common
         if begin is not None:
             self._tally.held(name, begin, len(following))
